@@ -1,0 +1,89 @@
+"""How a drafter turns its logits into candidates: in the style that the rule of the call accepts most of.
+
+Every drafter that has a distribution q uses `candidates`; none of them knows the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .sampling import process
+from .state import DecodeState
+
+
+class Candidates(NamedTuple):
+    """Sibling tokens for each of `contexts` draft contexts, eldest first.
+
+    Attributes:
+        tokens: [contexts, count] int64.
+        log_probs: [contexts, count] float32, log q of each token (before elder siblings are removed).
+        law: [contexts, count, vocabulary] float32, or None when the tokens were chosen.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    law: Tensor | None
+
+
+def candidates(
+    state: DecodeState,
+    logits: Tensor,
+    rows: Sequence[int],
+    count: int,
+    paths: Sequence[Sequence[int]] | None = None,
+    depth: int = 1,
+) -> Candidates:
+    """Picks `count` distinct sibling tokens in each context.
+
+    With a rule that likes drawn candidates they are drawn without replacement by Gumbel top-k (Kool et al.,
+    arXiv:1903.06059), and row j of the law is q without the j elder siblings, renormalised. With the coupled
+    rule the noise is the rule's own, so that the first candidate is the target's own pick wherever q is near p
+    (Daliri et al., arXiv:2408.07978). Otherwise they are the most likely ones.
+
+    Args:
+        state: the call.
+        logits: [contexts, vocabulary], raw draft logits.
+        rows: for each context the index of its row.
+        count: siblings a context.
+        paths: for each context the drafted tokens that lead to it, for processors with a history; None when
+            they are all empty.
+        depth: depth of the siblings in the tree, the same for all contexts; 1 for children of the root.
+    """
+    rowset = [state.rows[row] for row in rows]
+    logits = process(rowset, logits[:, None], None if paths is None else [[list(path)] for path in paths])
+    log_q = torch.log_softmax(logits[:, 0].float(), -1)  # [contexts, vocabulary]
+    if state.style == "chosen":
+        top = log_q.topk(count, -1)
+        return Candidates(top.indices, top.values, None)
+    vocabulary = log_q.shape[-1]
+    if state.style == "coupled":
+        noise = torch.stack([row.source.gumbel(len(row.tokens) + depth - 1, vocabulary) for row in rowset])
+        tokens = (log_q + noise.to(log_q.device)).topk(count, -1).indices
+        return Candidates(tokens, log_q.gather(-1, tokens), None)
+    noise = torch.stack([_gumbel(row.generator, vocabulary) for row in rowset]).to(log_q.device)
+    tokens = (log_q + noise).topk(count, -1).indices
+    return Candidates(tokens, log_q.gather(-1, tokens), _sibling_law(log_q.exp(), tokens))
+
+
+def _sibling_law(q: Tensor, tokens: Tensor) -> Tensor:
+    """Returns the law of each of the siblings given its elders, [contexts, count, vocabulary].
+
+    Where q has fewer tokens than siblings the surplus ones were not drawn from it: they become point masses.
+    """
+    contexts, count = tokens.shape
+    law = q[:, None].repeat(1, count, 1)
+    for younger in range(1, count):
+        law[:, younger:].scatter_(-1, tokens[:, None, younger - 1 : younger].expand(contexts, count - younger, 1), 0.0)
+    law /= law.sum(-1, keepdim=True).clamp(min=torch.finfo(law.dtype).tiny)
+    surplus = law.gather(-1, tokens[:, :, None]) <= 0.0
+    one_hot = torch.zeros_like(law).scatter_(-1, tokens[:, :, None], 1.0)
+    return torch.where(surplus, one_hot, law)
+
+
+def _gumbel(generator: torch.Generator, vocabulary: int) -> Tensor:
+    uniform = torch.rand(vocabulary, generator=generator).clamp_(min=torch.finfo(torch.float32).tiny)
+    return uniform.log_().neg_().log_().neg_()
