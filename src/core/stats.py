@@ -7,6 +7,23 @@ from dataclasses import dataclass, field
 
 
 @dataclass
+class Seconds:
+    """Wall-clock seconds of a call by phase; `other` is what the engine itself adds (bookkeeping, stopping)."""
+
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    accept: float = 0.0
+    commit: float = 0.0
+    total: float = 0.0
+
+    @property
+    def other(self) -> float:
+        """Seconds of the call outside every phase."""
+        return self.total - self.prefill - self.draft - self.verify - self.accept - self.commit
+
+
+@dataclass
 class RowStats:
     """Counts of one row. The round that reads the prompt is no draft round and is counted apart.
 
@@ -16,6 +33,7 @@ class RowStats:
         drafted: candidate nodes drafted.
         drafted_by_depth: rounds in which the tree reached depth d (index d - 1).
         accepted_by_depth: rounds in which a node at depth d was accepted (index d - 1).
+        seconds: of the call, shared by all its rows.
     """
 
     rounds: int = 0
@@ -23,6 +41,7 @@ class RowStats:
     drafted: int = 0
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
+    seconds: Seconds = field(default_factory=Seconds)
 
     @property
     def tau(self) -> float:
@@ -56,23 +75,6 @@ class RowStats:
             _add(self.drafted_by_depth, other.drafted_by_depth)
             _add(self.accepted_by_depth, other.accepted_by_depth)
         return self
-
-
-@dataclass
-class Seconds:
-    """Wall-clock seconds of a call by phase; `other` is what the engine itself adds (bookkeeping, stopping)."""
-
-    prefill: float = 0.0
-    draft: float = 0.0
-    verify: float = 0.0
-    accept: float = 0.0
-    commit: float = 0.0
-    total: float = 0.0
-
-    @property
-    def other(self) -> float:
-        """Seconds of the call outside every phase."""
-        return self.total - self.prefill - self.draft - self.verify - self.accept - self.commit
 
 
 def _count(counts: list[int], depth: int) -> None:

@@ -269,7 +269,15 @@ class Target:
                 expected = torch.cat([self._plain([*prompt, *path], LayoutRecorder()) for path in paths])
         except UnsupportedModel:
             raise
-        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError, NotImplementedError) as error:
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            KeyError,
+            IndexError,
+            NotImplementedError,
+        ) as error:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} does not take a tree-shaped attention mask and a cache of ours: "
                 f"{type(error).__name__}: {error}"
@@ -315,7 +323,9 @@ def _forward_arguments(model: PreTrainedModel) -> _Arguments:
     # `past_key_values` became `cache` in transformers 5.24.
     cache = next((known for known in ("cache", "past_key_values") if known in parameters), None)
     if cache is None:
-        raise UnsupportedModel(f"{name} takes no key-value cache (recurrent layers?); its forward has {list(parameters)}")
+        raise UnsupportedModel(
+            f"{name} takes no key-value cache (recurrent layers?); its forward has {list(parameters)}"
+        )
     return _Arguments(cache, "position_ids" in parameters, "logits_to_keep" in parameters)
 
 

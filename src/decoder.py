@@ -1,0 +1,352 @@
+"""Decoder: a target, a drafter and a rule, wired. Prompts in, texts out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from .core.drafter import Drafter
+from .core.engine import Engine
+from .core.errors import InvalidRequest
+from .core.registry import Registry
+from .core.rule import Rule, SeededSource, draft_generator
+from .core.sampling import SamplingParams, compile_pipeline
+from .core.state import Row
+from .core.stats import RowStats, Seconds
+from .core.stopping import Stopper
+from .core.target import Target
+from .plugins import load_registry
+
+Chat = Sequence[Mapping[str, Any]]
+Prompt = str | Chat | Sequence[int] | Tensor
+"""A text, a chat (messages with role and content), or token ids."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One decoded text.
+
+    Attributes:
+        text: the new text, without the prompt and without special tokens; empty if the target has no tokenizer.
+        tokens: the new token ids, the end-of-text token included where one ended the text.
+        stop_reason: `eos`, `stop_string`, `criteria`, `time` or `length`.
+        prompt_tokens: how many tokens the prompt had.
+        stats: rounds, tau, acceptance by depth; `stats.seconds` is shared by all texts of the call.
+    """
+
+    text: str
+    tokens: list[int]
+    stop_reason: str
+    prompt_tokens: int
+    stats: RowStats
+
+
+class StreamStep(NamedTuple):
+    """What one round added to a streamed text.
+
+    Attributes:
+        pieces: (text, drafted) pairs in order; `drafted` says that the draft had guessed this piece.
+        tokens: the committed token ids.
+        drafted: how many of them, the first ones, had been drafted.
+        stop_reason: why the text ended with this step; None while it goes on.
+    """
+
+    pieces: list[tuple[str, bool]]
+    tokens: list[int]
+    drafted: int
+    stop_reason: str | None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a text ends. Each condition is judged token by token, as plain decoding would.
+
+    Attributes:
+        max_new_tokens: exact number of new tokens, if nothing ends the text before; None with `max_length`.
+        max_length: the same, counted with the prompt.
+        eos_token_id: end-of-text ids; None takes the target's own, an empty list switches them off.
+        stop_strings: texts that end the output as soon as it contains one; they remain part of it.
+        stopping_criteria: a caller's own criteria of transformers.
+        max_time: seconds after which the text ends at the next token.
+        seed: of all randomness of the text.
+    """
+
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    stop_strings: str | Sequence[str] | None = None
+    stopping_criteria: StoppingCriteriaList | Sequence[StoppingCriteria] | None = None
+    max_time: float | None = None
+    seed: int = 0
+
+
+DEFAULT_NEW_TOKENS = 128
+
+
+class _Settings(NamedTuple):
+    limits: Limits
+    params: SamplingParams
+    eos: tuple[int, ...]
+    stopper: Stopper
+
+
+class Decoder:
+    """Generates with one drafter and one rule.
+
+    Args:
+        target: a `Target`, or what `Target.from_pretrained` takes.
+        drafter: a name (`"eagle"`, or several joined by `+`), or a `Drafter` of your own.
+        drafter_options: keyword options of a drafter given by name.
+        rule: a name, `"auto"` (greedy at temperature 0, rejection above), or a `Rule` of your own.
+        rule_options: keyword options of a rule given by name.
+        registry: plugins to choose from; the built-in and installed ones when None.
+
+    Raises:
+        UnknownName: no such drafter or rule.
+        InvalidRequest: an option that the drafter or rule does not have, or a value it cannot work with.
+    """
+
+    def __init__(
+        self,
+        target: Target | str,
+        drafter: str | Drafter = "none",
+        *,
+        drafter_options: Mapping[str, Any] | None = None,
+        rule: str | Rule = "auto",
+        rule_options: Mapping[str, Any] | None = None,
+        registry: Registry | None = None,
+    ) -> None:
+        self.registry = registry or load_registry()
+        self._rule = rule
+        self._rule_options = dict(rule_options or {})
+        if isinstance(rule, str) and rule != "auto":
+            self.registry.create_rule(rule, self._rule_options)
+        elif self._rule_options:
+            raise InvalidRequest(f"rule_options {self._rule_options} need a rule given by name, got rule={rule!r}")
+        if isinstance(drafter, str):
+            drafter = self.registry.create_drafter(drafter, dict(drafter_options or {}))
+        elif drafter_options:
+            raise InvalidRequest("drafter_options go with a drafter's name; this drafter is already built")
+        self.target = target if isinstance(target, Target) else Target.from_pretrained(target)
+        self.drafter = drafter
+        drafter.bind(self.target)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        batch_size: int = 8,
+        per_prompt: Sequence[Mapping[str, Any]] | None = None,
+        **settings: Any,
+    ) -> Any:
+        """Decodes one prompt to a `Generation`, a list of prompts to a list of them.
+
+        Args:
+            prompts: a prompt, or a list of prompts. A list of ints is one prompt of token ids, a list of
+                messages is one chat.
+            batch_size: most texts decoded at once; a text that ends makes room for the next.
+            per_prompt: settings that differ between prompts, one mapping a prompt, over those in `settings`.
+            **settings: fields of `Limits` and every sampling field of transformers' `GenerationConfig`
+                (`temperature`, 0 by default which is greedy; `top_k`, `top_p`, `repetition_penalty`, ...) by
+                their own names, and `logits_processor` for processors of your own.
+
+        Raises:
+            InvalidRequest: a prompt or a setting that cannot work; the message names the value.
+        """
+        single, many = _as_list(prompts)
+        seconds = Seconds()
+        rows = self._rows(many, settings, per_prompt, seconds)
+        for _ in self._engine(rows).decode(rows, _positive("batch_size", batch_size), seconds):
+            pass
+        done = [self._generation(row) for row in rows]
+        return done[0] if single else done
+
+    def stream(self, prompt: Prompt, **settings: Any) -> Iterator[StreamStep]:
+        """Decodes one prompt and yields what each round commits; settings as in `generate`.
+
+        Raises:
+            InvalidRequest: as `generate`, before the first step.
+        """
+        single, many = _as_list(prompt)
+        if not single:
+            raise InvalidRequest(f"stream takes one prompt, got a list of {len(many)}")
+        seconds = Seconds()
+        rows = self._rows(many, settings, None, seconds)
+        return self._stream(rows, seconds)
+
+    def _stream(self, rows: list[Row], seconds: Seconds) -> Iterator[StreamStep]:
+        shown = 0
+        for row, tokens, drafted in self._engine(rows).decode(rows, 1, seconds):
+            pieces = []
+            for part, guessed in ((drafted, True), (len(tokens) - drafted, False)):
+                if part:
+                    end = len(row.output) - (len(tokens) - drafted if guessed else 0)
+                    last = row.stop_reason is not None and end == len(row.output)
+                    text = self._text(row.output[:end], complete=last)
+                    pieces.append((text[shown:], guessed))
+                    shown = max(shown, len(text))
+            yield StreamStep([piece for piece in pieces if piece[0]], tokens, drafted, row.stop_reason)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Returns a prompt's token ids.
+
+        Raises:
+            InvalidRequest: it is empty, holds ids outside the vocabulary, or needs a tokenizer that is missing.
+        """
+        if isinstance(prompt, Tensor):
+            prompt = prompt.tolist()
+        if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
+            tokenizer = self.target.tokenizer
+            if tokenizer is None:
+                raise InvalidRequest("the target has no tokenizer; pass token ids, or Target(model, tokenizer)")
+            if isinstance(prompt, str):
+                ids = tokenizer(prompt).input_ids
+            else:
+                if not getattr(tokenizer, "chat_template", None):
+                    raise InvalidRequest("the target's tokenizer has no chat template; pass the prompt as a string")
+                ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise InvalidRequest(f"empty prompt: {prompt!r} has no tokens; at least one is needed")
+        size = self.target.vocabulary_size
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise InvalidRequest(f"token ids must be integers, got {token!r}")
+            if not 0 <= token < size:
+                raise InvalidRequest(f"token id {token} is outside the vocabulary of {size} (0 to {size - 1})")
+        return [int(token) for token in ids]
+
+    def _rows(
+        self,
+        prompts: Sequence[Prompt],
+        settings: Mapping[str, Any],
+        per_prompt: Sequence[Mapping[str, Any]] | None,
+        seconds: Seconds,
+    ) -> list[Row]:
+        if per_prompt is not None and len(per_prompt) != len(prompts):
+            raise InvalidRequest(f"per_prompt has {len(per_prompt)} entries for {len(prompts)} prompts")
+        common = self._settings(settings)
+        rows = []
+        for key, prompt in enumerate(prompts):
+            own = per_prompt[key] if per_prompt is not None else {}
+            rows.append(self._row(key, self.encode(prompt), self._settings({**settings, **own}) if own else common))
+            rows[-1].stats.seconds = seconds
+        return rows
+
+    def _settings(self, settings: Mapping[str, Any]) -> _Settings:
+        """Checks settings and builds what rows that share them also share."""
+        limits, params = split_settings(settings)
+        eos = limits.eos_token_id
+        if eos is None:
+            eos = self.target.eos_token_ids
+        stopper = Stopper(
+            (eos,) if isinstance(eos, int) else eos,
+            max_tokens=0,
+            stop_strings=limits.stop_strings,
+            tokenizer=self.target.tokenizer,
+            criteria=limits.stopping_criteria,
+            max_time=limits.max_time,
+            device=self.target.device,
+        )
+        return _Settings(limits, params, (eos,) if isinstance(eos, int) else tuple(eos), stopper)
+
+    def _row(self, key: int, tokens: list[int], settings: _Settings) -> Row:
+        target, limits = self.target, settings.limits
+        max_tokens = _max_tokens(limits, len(tokens), target.context_length)
+        pipeline = compile_pipeline(
+            settings.params, eos_token_ids=settings.eos, prompt=tokens, max_tokens=max_tokens, device=target.device
+        )
+        return Row(
+            key=key,
+            tokens=tokens,
+            prompt_length=len(tokens),
+            max_tokens=max_tokens,
+            pipeline=pipeline,
+            stopper=settings.stopper.for_row(max_tokens),
+            source=SeededSource(limits.seed, key),
+            generator=draft_generator(limits.seed, key),
+        )
+
+    def _engine(self, rows: Iterable[Row]) -> Engine:
+        """Resolves the rule for these rows: `auto` is greedy where no row samples."""
+        hot = any(not row.pipeline.greedy for row in rows)
+        rule = self._rule
+        if isinstance(rule, str):
+            name = ("rejection" if hot else "greedy") if rule == "auto" else rule
+            rule = self.registry.create_rule(name, self._rule_options)
+        if hot and not rule.samples:
+            raise InvalidRequest(
+                f"the rule {type(rule).__name__} takes the most likely token: a temperature above 0 has no effect; "
+                "use temperature=0, or rule='rejection' or 'coupled'"
+            )
+        return Engine(self.target, self.drafter, rule)
+
+    def _generation(self, row: Row) -> Generation:
+        reason = row.stop_reason or "length"
+        return Generation(self._text(row.output, complete=True), row.output, reason, row.prompt_length, row.stats)
+
+    def _text(self, tokens: list[int], complete: bool) -> str:
+        """Decodes; an incomplete character at the end of an unfinished text is held back."""
+        if self.target.tokenizer is None:
+            return ""
+        text = str(self.target.tokenizer.decode(tokens, skip_special_tokens=True))
+        return text if complete else text.rstrip("\ufffd")
+
+
+def split_settings(settings: Mapping[str, Any]) -> tuple[Limits, SamplingParams]:
+    """Parts a call's settings into limits and sampling.
+
+    Raises:
+        InvalidRequest: a name that is neither, or a value that cannot work.
+    """
+    limits = {name: value for name, value in settings.items() if name in Limits.__dataclass_fields__}
+    rest = {name: value for name, value in settings.items() if name not in limits}
+    return replace(Limits(), **limits), SamplingParams.from_fields(**rest)
+
+
+def _max_tokens(limits: Limits, prompt: int, context: int | None) -> int:
+    """The length, prompt included, at which a text ends."""
+    if context is not None and prompt >= context:
+        raise InvalidRequest(f"the prompt has {prompt} tokens; the model's context of {context} leaves no room")
+    if limits.max_length is not None:
+        if limits.max_new_tokens is not None:
+            raise InvalidRequest("give max_new_tokens or max_length, not both")
+        if limits.max_length <= prompt:
+            raise InvalidRequest(f"max_length {limits.max_length} leaves no room behind a prompt of {prompt} tokens")
+        wanted = limits.max_length
+    elif limits.max_new_tokens is not None:
+        wanted = prompt + _positive("max_new_tokens", limits.max_new_tokens)
+    else:
+        wanted = prompt + DEFAULT_NEW_TOKENS if context is None else min(prompt + DEFAULT_NEW_TOKENS, context)
+    if context is not None and wanted > context:
+        raise InvalidRequest(
+            f"{prompt} prompt tokens and {wanted - prompt} new ones exceed the model's context of {context}; "
+            f"at most {context - prompt} new tokens fit"
+        )
+    return wanted
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidRequest(f"{name} must be an integer >= 1, got {value!r}")
+    return value
+
+
+def _as_list(prompts: Any) -> tuple[bool, list[Prompt]]:
+    """Tells one prompt from a list of prompts."""
+    if isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.dim() == 1):
+        return True, [prompts]
+    if isinstance(prompts, Tensor):
+        return False, list(prompts)
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(f"a prompt is a string, a chat or token ids, got {type(prompts).__name__}")
+    if not prompts:
+        raise InvalidRequest("empty prompt: [] has no tokens and holds no prompts")
+    if isinstance(prompts[0], (int, Mapping)):
+        return True, [prompts]
+    return False, list(prompts)
