@@ -92,8 +92,9 @@ class Stopper:
 
     def _any_criterion(self, tokens: Sequence[int]) -> bool:
         input_ids = torch.tensor([tokens], dtype=torch.int64, device=self._device)
-        # Every criterion is called, as in `generate`, even after one has said stop.
-        return any([bool(torch.as_tensor(criterion(input_ids, None)).any()) for criterion in self._criteria])
+        # All of them are called, as in `generate`: one that counts its calls must not miss any.
+        stops = [bool(torch.as_tensor(criterion(input_ids, None)).any()) for criterion in self._criteria]
+        return any(stops)
 
 
 class _StopStrings:
