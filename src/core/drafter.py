@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 FeatureName = int | Literal["last"]
 """`"last"` is the target's final normalised hidden state (what the LM head reads); an int l is the *input* of
-block l, which Hugging Face calls `hidden_states[l]`."""
+block l, which Hugging Face calls `hidden_states[l]`. The number of blocks names the output of the last one,
+before the final norm."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -91,7 +91,7 @@ class Engine:
         began = time.perf_counter()
         pending = [row.tokens[length:] for row, length in zip(rows, state.cache.lengths[first:], strict=True)]
         scores = self.target.score(
-            state.cache, pending, proposal.tree, first=first, features=self.drafter.features
+            state.cache, pending, proposal.tree, first=first, features=self.drafter.features, exit=proposal.exit
         )  # logits [rows, 1 + nodes, vocabulary]
         scored = time.perf_counter()
 

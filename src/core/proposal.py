@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from .tree import TokenTree
+
+if TYPE_CHECKING:
+    from .target import Target
+
+
+@dataclass(frozen=True, eq=False)
+class ExitStates:
+    """What a drafter that ran the target's own first layers hands over, so that they need not run again.
+
+    Their keys and values must be in the open columns of the target's cache, for every column that is scored.
+
+    Attributes:
+        layer: E; blocks 0 to E - 1 have been run.
+        hidden: [batch, 1 + nodes, width], what block E - 1 put out for the newest committed token and each node.
+        rest: a view of the target (core/views.py) that runs blocks E onwards.
+    """
+
+    layer: int
+    hidden: Tensor
+    rest: Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,10 +40,12 @@ class Proposal:
             *given its elder siblings* (lower node index, same parent). A node that was chosen (top-k, n-gram,
             argmax) has a one-hot row. None says that every node was chosen; that is lossless whatever the
             drafter did, because nothing but the candidates matters then. A law only buys acceptance.
+        exit: where the target's forward may go on from, or None to score the tree from its first layer.
     """
 
     tree: TokenTree
     law: Tensor | None = None
+    exit: ExitStates | None = None
 
     @classmethod
     def empty(cls, batch: int) -> Proposal:

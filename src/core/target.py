@@ -6,6 +6,7 @@ argument, the form of its masks, where its features are. It knows no drafter, no
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from .cache import LayerShape, LayoutRecorder, SlotCache
 from .drafter import FeatureName
 from .errors import InvalidRequest, UnsupportedModel
 from .masks import MaskPlan, tree_masks, tree_positions
+from .proposal import ExitStates
 from .tree import TokenTree
 
 
@@ -65,7 +67,7 @@ class Target:
         self.config = model.config.get_text_config(decoder=True)
         self._arguments = _forward_arguments(model)
         self._masks = MaskPlan.of(model, self.config)
-        self._blocks = _find_blocks(model, self.config.num_hidden_layers)
+        self.blocks = _find_blocks(model, self.config.num_hidden_layers)
         self._decoder = _find_decoder(model)
         self.layout = self._probe()
 
@@ -111,7 +113,7 @@ class Target:
     @property
     def layers(self) -> int:
         """Number of decoder blocks."""
-        return int(self.config.num_hidden_layers)
+        return len(self._blocks)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -122,6 +124,14 @@ class Target:
         if ids is None:
             return ()
         return tuple(int(i) for i in ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+
+    def over(self, model: PreTrainedModel, blocks: nn.ModuleList) -> Target:
+        """Returns a scorer that calls `model`, a view of this target's (core/views.py), on this target's caches."""
+        twin = copy.copy(self)
+        twin.model, twin.blocks = model, blocks
+        twin.config = model.config.get_text_config(decoder=True)
+        twin._decoder = _find_decoder(model)
+        return twin
 
     def new_cache(self, rows: int = 0, capacity: int = 256) -> SlotCache:
         """Returns an empty cache for this model."""
@@ -135,6 +145,7 @@ class Target:
         *,
         first: int = 0,
         features: frozenset[FeatureName] = frozenset(),
+        exit: ExitStates | None = None,
     ) -> Scores:
         """Reads pending tokens and scores a tree, in one forward (or several, for a long prompt).
 
@@ -147,10 +158,11 @@ class Target:
             tree: one tree a covered row.
             first: the first covered row; all rows from there on are covered.
             features: what to capture.
+            exit: where the forward goes on from; ignored where a feature of an earlier block is asked for.
         """
         widest = max(len(row) for row in pending)
         if tree.width or widest <= self.prefill_chunk:
-            return self._forward(cache, pending, tree, first, features)
+            return self._forward(cache, pending, tree, first, features, exit)
         parts = []
         for start in range(0, widest, self.prefill_chunk):
             part = [row[start : start + self.prefill_chunk] for row in pending]
@@ -167,6 +179,7 @@ class Target:
         tree: TokenTree,
         first: int,
         features: frozenset[FeatureName],
+        exit: ExitStates | None = None,
     ) -> Scores:
         device = self.device
         tree = tree.to(device)
@@ -180,9 +193,12 @@ class Target:
         masks = tree_masks(self._masks, lengths, width, tree, positions, span, self.dtype)
         # Column 0 of the logits is the last pending one, which differs between rows in a ragged prefill only.
         ragged = len(set(counts)) > 1
-        logits, captured = self.call(
-            ids, positions, masks, cache, keep=width if ragged else 1 + tree.width, features=features
-        )
+        columns = (ids, positions, masks, cache)
+        keep = width if ragged else 1 + tree.width
+        if exit is None or any(name != "last" and name < exit.layer for name in features):
+            logits, captured = self.call(*columns, keep=keep, features=features)
+        else:
+            logits, captured = self._resume(exit, *columns, keep=keep, features=features)
         if ragged:
             index = torch.tensor([max(count - 1, 0) for count in counts], device=logits.device)
             logits = logits[torch.arange(len(counts), device=logits.device), index][:, None]
@@ -198,6 +214,7 @@ class Target:
         *,
         keep: int,
         features: frozenset[FeatureName] = frozenset(),
+        hidden: Tensor | None = None,
     ) -> tuple[Tensor, dict[FeatureName, Tensor]]:
         """Calls the model itself.
 
@@ -208,27 +225,38 @@ class Target:
             cache: a cache of transformers' interface.
             keep: of how many columns, counted from the end, the logits are wanted.
             features: what to capture.
+            hidden: [batch, columns, width], what goes into the first block in place of the ids' embeddings.
 
         Returns:
             Logits [batch, keep, vocabulary] and the captured features, [batch, columns, width] each.
         """
         names = self._arguments
-        arguments: dict[str, Any] = {"attention_mask": masks, names.cache: cache, "use_cache": True}
-        if names.positions:
-            arguments["position_ids"] = positions
+        arguments: dict[str, Any] = {"attention_mask": masks, "position_ids": positions, names.cache: cache}
         if names.logits_to_keep:
             arguments["logits_to_keep"] = keep
         with self._capture(features) as captured:
-            logits = self.model(input_ids=ids, return_dict=True, **arguments).logits
+            entry = {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}
+            logits = self.model(**entry, return_dict=True, **arguments).logits
         return logits[:, -keep:], captured
+
+    def _resume(
+        self, exit: ExitStates, *columns: Any, keep: int, features: frozenset[FeatureName]
+    ) -> tuple[Tensor, dict[FeatureName, Tensor]]:
+        """Calls the blocks that the drafter has not run; block l of the target is block l - E of the view."""
+        names = {name: name if name == "last" else name - exit.layer for name in features}
+        logits, captured = exit.rest.call(*columns, keep=keep, features=frozenset(names.values()), hidden=exit.hidden)
+        return logits, {name: captured[inner] for name, inner in names.items()}
 
     @contextmanager
     def _capture(self, features: frozenset[FeatureName]) -> Iterator[dict[FeatureName, Tensor]]:
-        """Hooks that note layer inputs and the final state during one forward, and are gone after it."""
+        """Hooks that note block inputs and outputs during one forward, and are gone after it."""
         captured: dict[FeatureName, Tensor] = {}
 
         def final(_module: nn.Module, _arguments: Any, output: Any) -> None:
             captured["last"] = output[0]
+
+        def leaving(_module: nn.Module, _arguments: Any, output: Any) -> None:
+            captured[self.layers] = output[0] if isinstance(output, tuple) else output
 
         def entering(name: int) -> Any:
             def note(_module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -239,11 +267,13 @@ class Target:
         handles = []
         try:
             for name in features:
-                if isinstance(name, int):
-                    self._check_layer(name)
-                    handles.append(self._blocks[name].register_forward_pre_hook(entering(name), with_kwargs=True))
-                else:
+                if name == "last":
                     handles.append(self._decoder.register_forward_hook(final))
+                elif name == self.layers:
+                    handles.append(self.blocks[-1].register_forward_hook(leaving))
+                else:
+                    self._check_layer(name)
+                    handles.append(self.blocks[name].register_forward_pre_hook(entering(name), with_kwargs=True))
             yield captured
         finally:
             for handle in handles:
@@ -304,12 +334,15 @@ class Target:
         return self.call(ids, positions, masks, cache, keep=1)[0][:, 0]
 
 
+# What modelling code raises when it meets a mask, a position or a cache that it does not expect.
+_REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+
+
 @dataclass(frozen=True)
 class _Arguments:
     """The names by which this model's forward takes what we hand over."""
 
     cache: str
-    positions: bool
     logits_to_keep: bool
 
 
@@ -319,6 +352,8 @@ def _forward_arguments(model: PreTrainedModel) -> _Arguments:
         raise UnsupportedModel(f"{name} is an encoder-decoder model; token trees need a decoder-only one")
     if model.training:
         raise UnsupportedModel(f"{name} is in training mode, where dropout changes its output; call model.eval() first")
+    if any(getattr(part, "alibi", False) for part in (model.config, getattr(model.config, "attn_config", None))):
+        raise UnsupportedModel(f"{name} biases attention by distance (alibi), which knows slots, not tree positions")
     parameters = inspect.signature(inspect.unwrap(model.forward)).parameters
     # `past_key_values` became `cache` in transformers 5.24.
     cache = next((known for known in ("cache", "past_key_values") if known in parameters), None)
@@ -326,7 +361,11 @@ def _forward_arguments(model: PreTrainedModel) -> _Arguments:
         raise UnsupportedModel(
             f"{name} takes no key-value cache (recurrent layers?); its forward has {list(parameters)}"
         )
-    return _Arguments(cache, "position_ids" in parameters, "logits_to_keep" in parameters)
+    if "position_ids" not in parameters:
+        raise UnsupportedModel(
+            f"{name} takes no position_ids (it counts positions itself, as alibi does); siblings share a position"
+        )
+    return _Arguments(cache, "logits_to_keep" in parameters)
 
 
 def _find_decoder(model: PreTrainedModel) -> nn.Module:
@@ -335,9 +374,9 @@ def _find_decoder(model: PreTrainedModel) -> nn.Module:
     return decoder if isinstance(decoder, nn.Module) and decoder is not model else model.base_model
 
 
-def _find_blocks(model: PreTrainedModel, layers: int) -> nn.ModuleList:
-    """The list of decoder blocks."""
-    for module in _find_decoder(model).modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers:
-            return module
-    raise UnsupportedModel(f"{type(model).__name__} has no list of {layers} decoder blocks")
+def _find_blocks(decoder: nn.Module, layers: int) -> nn.ModuleList:
+    """The list of decoder blocks: the one of the configured length, or else the longest."""
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise UnsupportedModel(f"{type(decoder).__name__} has no list of decoder blocks")
+    return next((found for found in lists if len(found) == layers), max(lists, key=len))

@@ -1,0 +1,159 @@
+"""Views: some layers and sub-layers of a target as a scorer of their own, sharing every weight with it.
+
+A view is made of shallow copies of the few modules between the model and its list of blocks, with a shorter list
+and a config of its own. The blocks themselves are the target's, and since they know their layer index, a view
+reads and writes the right layers of the target's own cache. Nothing is set on the target's model. The module
+knows no drafter; who decides which layers are left out is not its business.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .errors import InvalidRequest, UnsupportedModel
+from .proposal import ExitStates
+from .target import Target
+from .tree import TokenTree
+
+_ATTENTION = ("self_attn", "attn", "attention", "self_attention")
+_MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
+
+
+def layer_view(
+    target: Target,
+    first: int = 0,
+    stop: int | None = None,
+    *,
+    skip_attention: Collection[int] = (),
+    skip_mlp: Collection[int] = (),
+) -> Target:
+    """Returns a scorer that runs blocks `first` to `stop - 1`, without the sub-layers named.
+
+    It works on caches of `target`. A view that starts at 0 reads token ids; one that starts later has to be entered
+    with hidden states (see `ExitStates`). The final norm and the LM head are always the target's.
+
+    Args:
+        target: whose layers.
+        first: the first block to run.
+        stop: the block to stop before; all remaining ones when None.
+        skip_attention: blocks whose attention adds nothing.
+        skip_mlp: blocks whose MLP adds nothing. A block that skips both is left out.
+
+    Raises:
+        InvalidRequest: a block that the target does not have, or nothing is left to run.
+        UnsupportedModel: the model is built in a way that cannot be viewed; the message says which.
+    """
+    layers = target.layers
+    stop = layers if stop is None else stop
+    if not 0 <= first < stop <= layers:
+        raise InvalidRequest(f"a view needs 0 <= first < stop <= {layers} blocks, got first={first}, stop={stop}")
+    for kind, skipped in (("attention", skip_attention), ("mlp", skip_mlp)):
+        outside = sorted(layer for layer in skipped if not 0 <= layer < layers)
+        if outside:
+            raise InvalidRequest(f"the target has blocks 0 to {layers - 1}; cannot skip the {kind} of {outside}")
+    kept = [layer for layer in range(first, stop) if layer not in skip_attention or layer not in skip_mlp]
+    if not kept:
+        raise InvalidRequest(f"every sub-layer of blocks {first} to {stop - 1} is skipped; keep at least one")
+
+    blocks = nn.ModuleList()
+    for layer in kept:
+        block = target.blocks[layer]
+        if layer in skip_attention:
+            block = _without(block, _ATTENTION, _NoAttention())
+        elif layer in skip_mlp:
+            block = _without(block, _MLP, _NoMLP())
+        blocks.append(block)
+    return target.over(_rebuilt(target.model, target.blocks, blocks, kept), blocks)
+
+
+def resumes_exactly(target: Target, layer: int) -> bool:
+    """Tells whether the target's logits are those of blocks `layer` onwards, run on what the block before put out.
+
+    They are not where embeddings are scaled or given positions on their way in (gemma, gpt2, opt), or where later
+    blocks read more than the hidden state. This is measured, not read off the model's name.
+    """
+    prefix, rest = layer_view(target, 0, layer), layer_view(target, layer)
+    prompt, tree = [1, 2], TokenTree.from_lists([[3, 4, 3]], [[-1, -1, 1]])
+    try:
+        with torch.inference_mode():
+            expected = target.score(target.new_cache(1, 8), [prompt], tree).logits
+            cache = target.new_cache(1, 8)
+            hidden = prefix.score(cache, [prompt], tree, features=frozenset({layer})).features[layer]
+            cache.lengths = [0]
+            logits = target.score(cache, [prompt], tree, exit=ExitStates(layer, hidden, rest)).logits
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
+        return False  # a model that refuses `inputs_embeds` cannot be entered there at all
+    # The very same operations, so that equality to rounding can be asked for in every type.
+    error = (logits.double() - expected.double()).abs().amax()
+    allowed = 1e-5 if target.dtype in (torch.float32, torch.float64) else 1e-2
+    return bool(error <= allowed * expected.double().std())
+
+
+class _NoAttention(nn.Module):
+    """Stands in for an attention that is skipped; touches no cache."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return torch.zeros_like(hidden_states), None
+
+
+class _NoMLP(nn.Module):
+    """Stands in for an MLP that is skipped."""
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros_like(hidden_states)
+
+
+def _rebuilt(model: PreTrainedModel, old: nn.ModuleList, new: nn.ModuleList, kept: list[int]) -> PreTrainedModel:
+    """Copies the modules from `model` down to its list of blocks, and puts `new` in the place of `old`."""
+    path = next(name for name, module in model.named_modules() if module is old)
+    *names, last = path.split(".")
+    top: PreTrainedModel = _twin(model)
+    module: Any = top
+    modules = [module]
+    for name in names:
+        module._modules[name] = module = _twin(module._modules[name])
+        modules.append(module)
+    module._modules[last] = new
+
+    copies: dict[int, Any] = {}  # shared, so that modules which share a config go on sharing one
+    for module in modules:
+        if hasattr(module, "config"):
+            module.config = copy.deepcopy(module.config, copies)
+    config = top.config.get_text_config(decoder=True)
+    for name in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, name, None)
+        if kinds is not None:
+            setattr(config, name, [kinds[layer] for layer in kept])
+    config.num_hidden_layers = len(kept)
+    return top
+
+
+def _twin(module: Any) -> Any:
+    """A module that shares parameters, buffers and children with `module`, but not the dicts that hold them."""
+    twin = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, (dict, set)):
+            vars(twin)[name] = copy.copy(value)
+    # A forward that was replaced on the instance (torch.compile, accelerate's hooks) is bound to the original.
+    vars(twin).pop("forward", None)
+    twin._compiled_call_impl = None
+    return twin
+
+
+def _without(block: nn.Module, names: tuple[str, ...], stand_in: nn.Module) -> nn.Module:
+    """A copy of `block` with `stand_in` for the child that has one of `names`."""
+    name = next((name for name in names if name in block._modules), None)
+    if name is None:
+        raise UnsupportedModel(
+            f"{type(block).__name__} has no sub-layer called {' or '.join(names)} (it has "
+            f"{list(block._modules)}); skip its attention and its MLP together"
+        )
+    twin: nn.Module = _twin(block)
+    twin._modules[name] = stand_in
+    return twin
