@@ -81,6 +81,7 @@ class SlotCache(_AttentionOnly):
         self.lengths = [0] * rows
         self._stores = {shape: self._allocate(shape, rows, capacity) for shape in self._groups}
         self._first = 0
+        self._opened = 0
         self._width = 0
         self._span = 0
         self._uniform: int | None = 0
@@ -103,21 +104,27 @@ class SlotCache(_AttentionOnly):
         self.lengths = [self.lengths[row] for row in rows]
         self._bind()
 
-    def open(self, width: int, first: int = 0) -> int:
+    def open(self, width: int, first: int = 0, opened: int = 0) -> int:
         """Prepares the next forward, which covers the rows from `first` on and writes `width` columns in each.
+
+        Args:
+            width: columns to be written.
+            first: the first covered row.
+            opened: columns of the forwards before that stay open; the new ones go behind them.
 
         Returns:
             The span: how many slots the forward will attend over.
         """
         lengths = self.lengths[first:]
-        self._span = max(lengths, default=0) + width
+        self._span = max(lengths, default=0) + opened + width
         if self._span > self.capacity:
             capacity = self.capacity
             while capacity < self._span:
                 capacity *= 2
             self._rebuild(len(self.lengths), capacity, keep=slice(None))
         self._first, self._width = first, width
-        self._uniform = lengths[0] if len(set(lengths)) == 1 else None
+        self._opened = opened
+        self._uniform = lengths[0] + opened if len(set(lengths)) == 1 else None
         self._slots = {}
         return self._span
 
@@ -167,7 +174,7 @@ class SlotCache(_AttentionOnly):
     def _slot_index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device not in self._slots:
             lengths = torch.tensor(self.lengths[self._first :], device=device)
-            slots = lengths[:, None] + torch.arange(self._width, device=device)
+            slots = lengths[:, None] + self._opened + torch.arange(self._width, device=device)
             self._slots[device] = torch.arange(len(lengths), device=device)[:, None], slots
         return self._slots[device]
 

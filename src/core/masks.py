@@ -89,8 +89,9 @@ def tree_masks(
     positions: Tensor,
     span: int,
     dtype: torch.dtype,
+    opened: int = 0,
 ) -> Tensor | dict[str, Tensor]:
-    """Returns the mask the model takes, [batch, 1, columns, span], or one for each kind of layer.
+    """Returns the mask the model takes, [batch, 1, columns - opened, span], or one for each kind of layer.
 
     Args:
         plan: which masks the model wants.
@@ -100,6 +101,7 @@ def tree_masks(
         positions: [batch, columns] int64, absolute.
         span: slots attended over.
         dtype: of additive masks.
+        opened: columns, the first ones, that are in the cache already; they are attended to and ask nothing.
     """
     device = positions.device
     batch, columns = positions.shape
@@ -109,16 +111,16 @@ def tree_masks(
         inner[:, pending:, pending:] = tree.ancestors
     uniform = len(set(lengths)) == 1
     if uniform:
-        committed = torch.ones(batch, columns, lengths[0], dtype=torch.bool, device=device)
-        mask = torch.cat([committed, inner], -1)
+        committed = torch.ones(batch, columns - opened, lengths[0], dtype=torch.bool, device=device)
+        mask = torch.cat([committed, inner[:, opened:]], -1)
     else:
         start = torch.tensor(lengths, device=device)[:, None]
         own = start + torch.arange(columns, device=device)  # [batch, columns]: the slot of every column
-        mask = (torch.arange(span, device=device) < start)[:, None].repeat(1, columns, 1)
-        mask.scatter_(2, own[:, None].expand(batch, columns, columns), inner)
+        mask = (torch.arange(span, device=device) < start)[:, None].repeat(1, columns - opened, 1)
+        mask.scatter_(2, own[:, None].expand(batch, columns - opened, columns), inner[:, opened:])
     masks = {}
     for kind in plan.kinds:
-        restricted = mask if kind == FULL else mask & _within(plan, kind, lengths, positions, span)
+        restricted = mask if kind == FULL else mask & _within(plan, kind, lengths, positions, span)[:, opened:]
         masks[kind] = _additive(restricted, dtype)[:, None] if plan.additive else restricted[:, None]
     return masks if len(masks) > 1 else next(iter(masks.values()))
 

@@ -65,10 +65,10 @@ class Target:
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
         self.config = model.config.get_text_config(decoder=True)
-        self._arguments = _forward_arguments(model)
         self._masks = MaskPlan.of(model, self.config)
-        self.blocks = _find_blocks(model, self.config.num_hidden_layers)
+        self._arguments = _forward_arguments(model)
         self._decoder = _find_decoder(model)
+        self.blocks = _find_blocks(self._decoder, getattr(self.config, "num_hidden_layers", 0))
         self.layout = self._probe()
 
     @classmethod
@@ -113,7 +113,7 @@ class Target:
     @property
     def layers(self) -> int:
         """Number of decoder blocks."""
-        return len(self._blocks)
+        return len(self.blocks)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -144,6 +144,7 @@ class Target:
         tree: TokenTree,
         *,
         first: int = 0,
+        opened: int = 0,
         features: frozenset[FeatureName] = frozenset(),
         exit: ExitStates | None = None,
     ) -> Scores:
@@ -157,12 +158,14 @@ class Target:
                 differ in length only where the tree is empty.
             tree: one tree a covered row.
             first: the first covered row; all rows from there on are covered.
+            opened: how many nodes, the first ones, earlier calls have left open in the cache. Only the others are
+                read, behind them; then nothing may be pending, and logits and features begin with node `opened`.
             features: what to capture.
             exit: where the forward goes on from; ignored where a feature of an earlier block is asked for.
         """
         widest = max(len(row) for row in pending)
         if tree.width or widest <= self.prefill_chunk:
-            return self._forward(cache, pending, tree, first, features, exit)
+            return self._forward(cache, pending, tree, first, features, exit, opened)
         parts = []
         for start in range(0, widest, self.prefill_chunk):
             part = [row[start : start + self.prefill_chunk] for row in pending]
@@ -180,21 +183,22 @@ class Target:
         first: int,
         features: frozenset[FeatureName],
         exit: ExitStates | None = None,
+        opened: int = 0,
     ) -> Scores:
         device = self.device
         tree = tree.to(device)
         counts = [len(row) for row in pending]
         width = max(counts)
         ids = torch.tensor([[*row, *([0] * (width - len(row)))] for row in pending], dtype=torch.int64, device=device)
-        ids = torch.cat([ids, tree.tokens], 1)  # [batch, columns]
+        ids = torch.cat([ids, tree.tokens[:, opened:]], 1)  # [batch, columns]
         lengths = cache.lengths[first:]
-        span = cache.open(ids.shape[1], first)
+        span = cache.open(ids.shape[1], first, opened)
         positions = tree_positions(lengths, width, tree, device)
-        masks = tree_masks(self._masks, lengths, width, tree, positions, span, self.dtype)
+        masks = tree_masks(self._masks, lengths, width, tree, positions, span, self.dtype, opened)
         # Column 0 of the logits is the last pending one, which differs between rows in a ragged prefill only.
         ragged = len(set(counts)) > 1
-        columns = (ids, positions, masks, cache)
-        keep = width if ragged else 1 + tree.width
+        columns = (ids, positions[:, opened:], masks, cache)
+        keep = width if ragged else min(width, 1) + tree.width - opened
         if exit is None or any(name != "last" and name < exit.layer for name in features):
             logits, captured = self.call(*columns, keep=keep, features=features)
         else:
