@@ -7,7 +7,6 @@ argument, the form of its masks, where its features are. It knows no drafter, no
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .cache import LayerShape, LayoutRecorder, SlotCache
+from .anatomy import find_blocks, find_decoder, forward_arguments, probe
+from .cache import SlotCache
 from .drafter import FeatureName
-from .errors import InvalidRequest, UnsupportedModel
+from .errors import InvalidRequest
 from .masks import MaskPlan, tree_masks, tree_positions
 from .proposal import ExitStates
 from .tree import TokenTree
@@ -65,11 +65,11 @@ class Target:
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
         self.config = model.config.get_text_config(decoder=True)
-        self._masks = MaskPlan.of(model, self.config)
-        self._arguments = _forward_arguments(model)
-        self._decoder = _find_decoder(model)
-        self.blocks = _find_blocks(self._decoder, getattr(self.config, "num_hidden_layers", 0))
-        self.layout = self._probe()
+        self.mask_plan = MaskPlan.of(model, self.config)
+        self._arguments = forward_arguments(model)
+        self._decoder = find_decoder(model)
+        self.blocks = find_blocks(self._decoder, getattr(self.config, "num_hidden_layers", 0))
+        self.layout = probe(self)
 
     @classmethod
     def from_pretrained(cls, source: str | Path, *, dtype: str | torch.dtype | None = None, **options: Any) -> Target:
@@ -130,7 +130,7 @@ class Target:
         twin = copy.copy(self)
         twin.model, twin.blocks = model, blocks
         twin.config = model.config.get_text_config(decoder=True)
-        twin._decoder = _find_decoder(model)
+        twin._decoder = find_decoder(model)
         return twin
 
     def new_cache(self, rows: int = 0, capacity: int = 256) -> SlotCache:
@@ -147,6 +147,7 @@ class Target:
         opened: int = 0,
         features: frozenset[FeatureName] = frozenset(),
         exit: ExitStates | None = None,
+        head: bool = True,
     ) -> Scores:
         """Reads pending tokens and scores a tree, in one forward (or several, for a long prompt).
 
@@ -162,10 +163,11 @@ class Target:
                 read, behind them; then nothing may be pending, and logits and features begin with node `opened`.
             features: what to capture.
             exit: where the forward goes on from; ignored where a feature of an earlier block is asked for.
+            head: False leaves out the LM head, and with it the logits, where only features or the cache are wanted.
         """
         widest = max(len(row) for row in pending)
         if tree.width or widest <= self.prefill_chunk:
-            return self._forward(cache, pending, tree, first, features, exit, opened)
+            return self._forward(cache, pending, tree, first, features, exit, opened, head)
         parts = []
         for start in range(0, widest, self.prefill_chunk):
             part = [row[start : start + self.prefill_chunk] for row in pending]
@@ -184,6 +186,7 @@ class Target:
         features: frozenset[FeatureName],
         exit: ExitStates | None = None,
         opened: int = 0,
+        head: bool = True,
     ) -> Scores:
         device = self.device
         tree = tree.to(device)
@@ -194,16 +197,17 @@ class Target:
         lengths = cache.lengths[first:]
         span = cache.open(ids.shape[1], first, opened)
         positions = tree_positions(lengths, width, tree, device)
-        masks = tree_masks(self._masks, lengths, width, tree, positions, span, self.dtype, opened)
+        masks = tree_masks(self.mask_plan, lengths, width, tree, positions, span, self.dtype, opened)
         # Column 0 of the logits is the last pending one, which differs between rows in a ragged prefill only.
         ragged = len(set(counts)) > 1
         columns = (ids, positions[:, opened:], masks, cache)
         keep = width if ragged else min(width, 1) + tree.width - opened
+        keep = keep if head else 0
         if exit is None or any(name != "last" and name < exit.layer for name in features):
             logits, captured = self.call(*columns, keep=keep, features=features)
         else:
             logits, captured = self._resume(exit, *columns, keep=keep, features=features)
-        if ragged:
+        if ragged and keep:
             index = torch.tensor([max(count - 1, 0) for count in counts], device=logits.device)
             logits = logits[torch.arange(len(counts), device=logits.device), index][:, None]
         cache.advance(counts)
@@ -234,14 +238,16 @@ class Target:
         Returns:
             Logits [batch, keep, vocabulary] and the captured features, [batch, columns, width] each.
         """
-        names = self._arguments
+        names, model = self._arguments, self.model if keep else self._decoder
         arguments: dict[str, Any] = {"attention_mask": masks, "position_ids": positions, names.cache: cache}
-        if names.logits_to_keep:
+        if names.logits_to_keep and keep:
             arguments["logits_to_keep"] = keep
         with self._capture(features) as captured:
             entry = {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}
-            logits = self.model(**entry, return_dict=True, **arguments).logits
-        return logits[:, -keep:], captured
+            output = model(**entry, return_dict=True, **arguments)
+        if not keep:
+            return torch.empty(*positions.shape[:1], 0, self.vocabulary_size, device=self.device), captured
+        return output.logits[:, -keep:], captured
 
     def _resume(
         self, exit: ExitStates, *columns: Any, keep: int, features: frozenset[FeatureName]
@@ -286,101 +292,3 @@ class Target:
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.layers:
             raise InvalidRequest(f"the target has blocks 0 to {self.layers - 1}; no features of block {layer}")
-
-    def _probe(self) -> dict[int, LayerShape]:
-        """Finds out what each layer stores, and whether a tree is scored as its paths are.
-
-        Two siblings and a grandchild behind two tokens must get the logits that they get as plain sequences.
-        """
-        prompt, tree = [1, 2], TokenTree.from_lists([[3, 4, 3, 5]], [[-1, -1, 1, 2]])
-        paths = [[], [3], [4], [4, 3], [4, 3, 5]]
-        recorder = LayoutRecorder()
-        try:
-            with torch.inference_mode():
-                self._plain(prompt, recorder)
-                layout = recorder.layout
-                scores = self._forward(SlotCache(layout, 1, 8), [prompt], tree, 0, frozenset())
-                expected = torch.cat([self._plain([*prompt, *path], LayoutRecorder()) for path in paths])
-        except UnsupportedModel:
-            raise
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            KeyError,
-            IndexError,
-            NotImplementedError,
-        ) as error:
-            raise UnsupportedModel(
-                f"{type(self.model).__name__} does not take a tree-shaped attention mask and a cache of ours: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if not layout:
-            raise UnsupportedModel(f"{type(self.model).__name__} keeps no keys and values in its cache")
-        difference = (scores.logits[0].double() - expected.double()).abs().mean(-1)
-        spread = expected.double().std(-1).clamp(min=1e-9)
-        allowed = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.2
-        worst = float((difference / spread).median())
-        if not worst <= allowed:
-            raise UnsupportedModel(
-                f"{type(self.model).__name__} scores a token tree differently from its paths (relative error "
-                f"{worst:.2g}); its positions or its mask do not follow position_ids and a 4-D attention_mask"
-            )
-        return layout
-
-    def _plain(self, tokens: list[int], cache: LayoutRecorder) -> Tensor:
-        """Logits after a plain sequence, [1, vocabulary]: the reference of the probe."""
-        tree = TokenTree.empty(1)
-        positions = tree_positions([0], len(tokens), tree, self.device)
-        masks = tree_masks(self._masks, [0], len(tokens), tree.to(self.device), positions, len(tokens), self.dtype)
-        ids = torch.tensor([tokens], device=self.device)
-        return self.call(ids, positions, masks, cache, keep=1)[0][:, 0]
-
-
-# What modelling code raises when it meets a mask, a position or a cache that it does not expect.
-_REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    """The names by which this model's forward takes what we hand over."""
-
-    cache: str
-    logits_to_keep: bool
-
-
-def _forward_arguments(model: PreTrainedModel) -> _Arguments:
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{name} is an encoder-decoder model; token trees need a decoder-only one")
-    if model.training:
-        raise UnsupportedModel(f"{name} is in training mode, where dropout changes its output; call model.eval() first")
-    if any(getattr(part, "alibi", False) for part in (model.config, getattr(model.config, "attn_config", None))):
-        raise UnsupportedModel(f"{name} biases attention by distance (alibi), which knows slots, not tree positions")
-    parameters = inspect.signature(inspect.unwrap(model.forward)).parameters
-    # `past_key_values` became `cache` in transformers 5.24.
-    cache = next((known for known in ("cache", "past_key_values") if known in parameters), None)
-    if cache is None:
-        raise UnsupportedModel(
-            f"{name} takes no key-value cache (recurrent layers?); its forward has {list(parameters)}"
-        )
-    if "position_ids" not in parameters:
-        raise UnsupportedModel(
-            f"{name} takes no position_ids (it counts positions itself, as alibi does); siblings share a position"
-        )
-    return _Arguments(cache, "logits_to_keep" in parameters)
-
-
-def _find_decoder(model: PreTrainedModel) -> nn.Module:
-    """The module whose output is what the LM head reads."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return decoder if isinstance(decoder, nn.Module) and decoder is not model else model.base_model
-
-
-def _find_blocks(decoder: nn.Module, layers: int) -> nn.ModuleList:
-    """The list of decoder blocks: the one of the configured length, or else the longest."""
-    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        raise UnsupportedModel(f"{type(decoder).__name__} has no list of decoder blocks")
-    return next((found for found in lists if len(found) == layers), max(lists, key=len))
