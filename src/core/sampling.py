@@ -147,6 +147,8 @@ def own_processors(prepared: Iterable[Any], pipeline: Pipeline) -> list[Any]:
         pipeline: compiled from the same generation config.
     """
     kinds = {step.kind for step in (*pipeline.history, *pipeline.memoryless)}
+    if hf.MinNewTokensLengthLogitsProcessor in kinds:  # `generate` then sets a least length, too, which says the same
+        kinds.add(hf.MinLengthLogitsProcessor)
     return [processor for processor in prepared if type(processor) not in kinds]
 
 

@@ -55,12 +55,12 @@ def _flag(name: str, value: Any) -> bool:
 def _items(name: str, value: Any, what: str) -> list[Any]:
     value = value.tolist() if isinstance(value, Tensor) else value
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise InvalidRequest(f"{name} must be a list of {what}; got {value!r}")
+        raise InvalidRequest(f"{name} must be {what}; got {value!r}")
     return list(value)
 
 
 def _tokens(name: str, value: Any) -> Tokens:
-    ids = tuple(_items(name, value, "token ids"))
+    ids = tuple(_items(name, value, "a list of token ids"))
     if not ids or any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in ids):
         raise InvalidRequest(f"{name} must be a non-empty list of token ids >= 0; got {value!r}")
     return ids
@@ -71,23 +71,28 @@ def _token_or_tokens(name: str, value: Any) -> Tokens:
 
 
 def _sequences(name: str, value: Any) -> tuple[Tokens, ...]:
-    return tuple(_tokens(f"each entry of {name}", entry) for entry in _items(name, value, "lists of token ids"))
+    return tuple(
+        _tokens(f"each entry of {name}", entry) for entry in _items(name, value, "a list of lists of token ids")
+    )
+
+
+def _pair(name: str, value: Any, what: str) -> tuple[Any, Any]:
+    pair = _items(name, value, what)
+    if len(pair) != 2:
+        raise InvalidRequest(f"{name} must be {what}; got {value!r}")
+    return pair[0], pair[1]
 
 
 def _biases(name: str, value: Any) -> tuple[tuple[Tokens, float], ...]:
-    listed = _items(name, value.items() if isinstance(value, dict) else value, "[[token ids], bias]")
+    pairs = _items(name, value.items() if isinstance(value, dict) else value, "a list of [[token ids], bias]")
+    listed = [_pair(f"each entry of {name}", pair, "a pair [[token ids], bias]") for pair in pairs]
     real = _Real(-_INFINITY, ends="[)")
-    try:
-        return tuple((_tokens(f"each key of {name}", ids), real(f"each bias of {name}", bias)) for ids, bias in listed)
-    except TypeError as error:
-        raise InvalidRequest(f"{name} must be {{(token ids): bias}} or [[[token ids], bias]]; got {value!r}") from error
+    return tuple((_tokens(f"each key of {name}", ids), real(f"each bias of {name}", bias)) for ids, bias in listed)
 
 
 def _decay(name: str, value: Any) -> tuple[int, float]:
-    pair = _items(name, value, "two: start and factor")
-    if len(pair) != 2:
-        raise InvalidRequest(f"{name} must be a pair (start, factor) such as (15, 1.6); got {value!r}")
-    return _count(f"start of {name}", pair[0]), _Real(0.0, ends="()")(f"factor of {name}", pair[1])
+    start, factor = _pair(name, value, "a pair (start, factor) such as (15, 1.6)")
+    return _count(f"start of {name}", start), _Real(0.0, ends="()")(f"factor of {name}", factor)
 
 
 def _watermark(name: str, value: Any) -> hf.WatermarkingConfig:
@@ -113,7 +118,7 @@ _ONE_STATE_A_ROW = (
 
 
 def _processors(name: str, value: Any) -> tuple[Any, ...]:
-    listed = tuple(_items(name, value, "LogitsProcessor"))
+    listed = tuple(_items(name, value, "a list of LogitsProcessor"))
     for processor in listed:
         if not callable(processor) or isinstance(processor, type):
             raise InvalidRequest(f"{name} must be a list of LogitsProcessor; got {processor!r} in it")
