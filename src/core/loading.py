@@ -105,7 +105,7 @@ def _load_from_hub(name: str, options: dict[str, Any]) -> tuple[PreTrainedModel,
         except ModelNotFound:
             raise ModelNotFound(
                 f"no model {name!r}: it is no directory here, not in the local hub cache, and the hub answers: "
-                f"{_first_line(unreachable)}; a directory, a .gguf file, the id of a hub model you can reach or "
+                f"{_describe(unreachable)}; a directory, a .gguf file, the id of a hub model you can reach or "
                 f"{DEMO_MODEL!r} ({_how_to_get_demo_model()}) would work"
             ) from unreachable
     return _read(name, options)
@@ -117,12 +117,12 @@ def _read(place: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTrai
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True, **options)
     except OSError as error:
-        raise ModelNotFound(f"no model in {place!r}: {_first_line(error)}") from error
+        raise ModelNotFound(f"no model in {place!r}: {_describe(error)}") from error
     except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
-        raise InvalidCheckpoint(f"cannot read the weights of {_broken_file(place)!r}: {_first_line(error)}") from error
+        raise InvalidCheckpoint(f"cannot read the weights of {_broken_file(place)!r}: {_describe(error)}") from error
     except ValueError as error:
         kind = InvalidRequest if "attn_implementation" in str(error) else UnsupportedModel
-        raise kind(f"cannot load {place!r}: {_first_line(error)}") from error
+        raise kind(f"cannot load {place!r}: {_describe(error)}") from error
     model, report = loaded
     if unset := sorted(report["missing_keys"]):
         more = f" and {len(unset) - 3} more" if len(unset) > 3 else ""
@@ -131,15 +131,16 @@ def _read(place: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTrai
 
 
 def _read_tokenizer(place: str, options: dict[str, Any]) -> PreTrainedTokenizerBase:
+    wanted = "save it beside the model with `tokenizer.save_pretrained`, or pass model and tokenizer yourself"
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **options)
-    except json.JSONDecodeError as error:
-        raise InvalidCheckpoint(f"a tokenizer file of {place!r} is not valid JSON: {error}") from error
+    except (json.JSONDecodeError, KeyError) as error:
+        raise InvalidCheckpoint(f"the tokenizer of {place!r} is broken: {_describe(error)}") from error
     except (OSError, ValueError) as error:
-        raise ModelNotFound(
-            f"no tokenizer in {place!r}: {_first_line(error)}; save it beside the model with "
-            "`tokenizer.save_pretrained`, or pass model and tokenizer yourself"
-        ) from error
+        raise ModelNotFound(f"no tokenizer in {place!r}: {_describe(error)}; {wanted}") from error
+    # Where no vocabulary is, transformers makes for many architectures a tokenizer of special tokens alone.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ModelNotFound(f"no tokenizer in {place!r}: there is no vocabulary file; {wanted}")
     return tokenizer
 
 
@@ -185,7 +186,7 @@ def _write_converted(path: Path, directory: Path) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **place)
     except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-        raise InvalidCheckpoint(f"cannot read {str(path)!r} as GGUF: {_first_line(error)}") from error
+        raise InvalidCheckpoint(f"cannot read {str(path)!r} as GGUF: {_describe(error)}") from error
     # A model that came from GGUF refuses to be saved: give its weights to one that does not remember where from.
     settings = model.config.to_dict()
     settings.pop("quantization_config", None)
@@ -236,5 +237,6 @@ def _broken_file(place: str) -> str:
     return place
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+def _describe(error: BaseException) -> str:
+    """Returns the kind of an error and the first line of what it says; some say whole pages."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
