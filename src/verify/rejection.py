@@ -84,6 +84,18 @@ def judge_rows(judge: Judge, proposal: Proposal, logits: Tensor, sources: Sequen
     return Verdict(paths, tokens)
 
 
+def acceptance(p: Tensor, q: Tensor, token: int, scale: float = 1.0) -> float:
+    """Returns min(1, scale p(x) / q(x)) for a token x that was drawn from q.
+
+    Args:
+        p: [vocabulary] float64, sums to one.
+        q: [vocabulary] float64, sums to one.
+        token: x.
+        scale: the share of p that is on offer.
+    """
+    return min(1.0, scale * float(p[token] / q[token]))
+
+
 def residual(p: Tensor, q: Tensor, scale: float = 1.0) -> tuple[Tensor, float]:
     """Returns what is left of the target once a token drawn from q has been rejected.
 
@@ -113,7 +125,7 @@ def _walk(row: DraftRow, source: RandomSource) -> tuple[list[int], Tensor]:
         p = row.p(node)
         for child in row.children[1 + node]:
             token, q = row.tokens[child], row.q(child)
-            if source.accept(float(p[token] / q[token])):
+            if source.accept(acceptance(p, q, token)):
                 break
             p, _ = residual(p, q)
         else:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.proposal import Proposal, Verdict
 from ..core.rule import DraftStyle, RandomSource
 from ..core.tree import ROOT
-from .rejection import DraftRow, judge_rows, residual
+from .rejection import DraftRow, acceptance, judge_rows, residual
 
 
 class Traversal:
@@ -71,7 +71,7 @@ def _traverse(row: DraftRow, source: RandomSource) -> tuple[list[int], Tensor]:
         child = next(visit.untried, None)
         if child is not None:
             token, q = row.tokens[child], row.q(child)
-            share = min(1.0, visit.share * float(visit.p[token] / q[token]))
+            share = acceptance(visit.p, q, token, visit.share)
             if share > 0.0:
                 path.append(_Visit(row, child, share, iter(row.children[1 + child])))
             else:
