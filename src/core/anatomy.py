@@ -63,7 +63,10 @@ def forward_arguments(model: PreTrainedModel) -> ForwardArguments:
 def find_decoder(model: PreTrainedModel) -> nn.Module:
     """Returns the module whose output is what the LM head reads."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return decoder if isinstance(decoder, nn.Module) and decoder is not model else model.base_model
+    # Some families call their LM head a decoder.
+    if not isinstance(decoder, nn.Module) or decoder is model or isinstance(decoder, nn.Linear):
+        return model.base_model
+    return decoder
 
 
 def find_blocks(decoder: nn.Module, layers: int) -> nn.ModuleList:
