@@ -47,7 +47,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     tree = tmp_path / "tree"  # a build leaves files behind, so it gets its own copy
     for folder in SETUPTOOLS["package-dir"].values():
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "LICENSE", "README.md"):
+    for file in (
+        "pyproject.toml",
+        *PROJECT["project"]["license-files"],
+        *filter(None, [PROJECT["project"].get("readme")]),
+    ):
         shutil.copy(ROOT / file, tree)
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     subprocess.run([*build, str(tree)], check=True, capture_output=True)

@@ -134,10 +134,10 @@ def _read_tokenizer(place: str, options: dict[str, Any]) -> PreTrainedTokenizerB
     wanted = "save it beside the model with `tokenizer.save_pretrained`, or pass model and tokenizer yourself"
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **options)
-    except (json.JSONDecodeError, KeyError) as error:
+    except Exception as error:  # the tokenizers library raises nothing more specific
+        if isinstance(error, OSError | ValueError) and not isinstance(error, json.JSONDecodeError):
+            raise ModelNotFound(f"no tokenizer in {place!r}: {_describe(error)}; {wanted}") from error
         raise InvalidCheckpoint(f"the tokenizer of {place!r} is broken: {_describe(error)}") from error
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(f"no tokenizer in {place!r}: {_describe(error)}; {wanted}") from error
     # Where no vocabulary is, transformers makes for many architectures a tokenizer of special tokens alone.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ModelNotFound(f"no tokenizer in {place!r}: there is no vocabulary file; {wanted}")
@@ -185,7 +185,7 @@ def _write_converted(path: Path, directory: Path) -> None:
             path.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **place
         )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **place)
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+    except Exception as error:  # whatever the readers of weights and vocabulary stumble over
         raise InvalidCheckpoint(f"cannot read {str(path)!r} as GGUF: {_describe(error)}") from error
     # A model that came from GGUF refuses to be saved: give its weights to one that does not remember where from.
     settings = model.config.to_dict()
