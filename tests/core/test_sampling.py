@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
-from draftwood.core.errors import InvalidRequest
-from draftwood.core.sampling import SamplingParams, compile_pipeline, own_processors, process, tree_paths
-from draftwood.core.tree import TokenTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-VOCABULARY, EOS, MAX_TOKENS = 20, (1, 2), 12
+from draftwood.core.errors import InvalidRequest
+from draftwood.core.sampling import SamplingParams, compile_pipeline, own_processors, process, tree_paths
+from draftwood.core.tree import TokenTree
+
+VOCABULARY, EOS, MAX_TOKENS = 48, (1, 2), 12  # a self-hashing watermark looks at 40 tokens
 
 
 class Shift(hf.LogitsProcessor):
@@ -154,9 +155,19 @@ def test_a_setting_gives_each_node_what_transformers_gives_its_path(model, case,
     check_against_transformers(model, rows, data.draw(trees(batch)), data.draw(st.integers(0, 99)))
 
 
-mixtures = st.lists(st.sampled_from(sorted(CASES)), max_size=4).map(
-    lambda names: {key: value for name in names for key, value in CASES[name].items()}
-).filter(lambda fields: not (fields.get("min_length") and fields.get("min_new_tokens")))  # fmt: skip
+def possible(fields) -> bool:
+    """Without two least lengths, and without what transformers itself refuses: an entropy of logits without bound."""
+    entropy = "eta_cutoff" in fields or "top_h" in fields
+    return not ("min_length" in fields and "min_new_tokens" in fields) and not (
+        entropy and "remove_invalid_values" in fields
+    )
+
+
+mixtures = (
+    st.lists(st.sampled_from(sorted(CASES)), max_size=4)
+    .map(lambda names: {key: value for name in names for key, value in CASES[name].items()})
+    .filter(possible)
+)
 
 
 @given(data=st.data())
@@ -317,69 +328,10 @@ def test_tree_paths_are_the_ancestors_of_each_node(tree):
             assert paths[1 + node] == tree.tokens[row, above].tolist()
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"temperature": -1}, r"temperature must be .* got -1"),
-        ({"temperature": float("nan")}, "got nan"),
-        ({"temperature": float("inf")}, "got inf"),
-        ({"temperature": "hot"}, "got 'hot'"),
-        ({"temperature": True}, "got True"),
-        ({"top_p": 0.0}, r"\(0, 1\].* got 0.0"),
-        ({"top_p": 1.2}, "got 1.2"),
-        ({"min_p": -0.1}, r"\[0, 1\]"),
-        ({"typical_p": 0}, "typical_p"),
-        ({"top_h": 0}, "top_h"),
-        ({"epsilon_cutoff": 1.0}, r"\[0, 1\)"),
-        ({"eta_cutoff": -1.0}, "eta_cutoff"),
-        ({"top_k": -1}, "got -1"),
-        ({"top_k": 2.5}, "whole number"),
-        ({"repetition_penalty": 0}, "1 is no penalty"),
-        ({"encoder_repetition_penalty": -2}, "1 is no penalty"),
-        ({"no_repeat_ngram_size": -1}, "whole number"),
-        ({"bad_words_ids": "the"}, "lists of token ids"),
-        ({"bad_words_ids": [[]]}, "non-empty"),
-        ({"bad_words_ids": [3]}, "token ids"),
-        ({"suppress_tokens": [-3]}, ">= 0"),
-        ({"suppress_tokens": 3}, "list of token ids"),
-        ({"sequence_bias": {(3,): "x"}}, "got 'x'"),
-        ({"sequence_bias": [3]}, "token ids"),
-        ({"sequence_bias": [[[3], 1.0, 2.0]]}, "token ids"),
-        ({"forced_eos_token_id": -1}, ">= 0"),
-        ({"exponential_decay_length_penalty": 3}, "pair"),
-        ({"exponential_decay_length_penalty": (1, 2, 3)}, "pair"),
-        ({"remove_invalid_values": 1}, "True or False"),
-        ({"min_length": 3, "min_new_tokens": 3}, "give one"),
-        ({"logits_processor": Shift()}, "list of LogitsProcessor"),
-        ({"logits_processor": [Shift]}, "list of LogitsProcessor"),
-        ({"logits_processor": [hf.PrefixConstrainedLogitsProcessor(lambda batch, ids: [3], 1)]}, "Prefix"),
-        ({"watermarking_config": hf.SynthIDTextWatermarkingConfig(5, [1])}, "SynthID"),
-        ({"temprature": 1.0}, "did you mean temperature"),
-        ({"topk": 1}, "top_k"),
-        ({"frobnicate": 1}, "known: temperature"),
-        ({"do_sample": True}, "above 0 samples"),
-        ({"num_beams": 4}, "beam"),
-        ({"guidance_scale": 2.0}, "guidance"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_value_received(fields, words):
-    with pytest.raises(InvalidRequest, match=words):
-        SamplingParams.from_fields(**fields)
-
-
 def test_a_length_penalty_needs_an_end_of_sequence_token():
     params = SamplingParams(exponential_decay_length_penalty=(1, 1.5))
     with pytest.raises(InvalidRequest, match="eos_token_id"):
         compile_pipeline(params, eos_token_ids=[], prompt=[1], max_tokens=9)
-
-
-def test_none_is_the_default_and_settings_are_values():
-    nothing = SamplingParams.from_fields(temperature=None, top_p=None, remove_invalid_values=None)
-    assert nothing == SamplingParams()
-    one = SamplingParams(bad_words_ids=[[3, 4]], sequence_bias=[[[3], 1]], suppress_tokens=torch.tensor([3]))
-    two = SamplingParams(bad_words_ids=[(3, 4)], sequence_bias={(3,): 1.0}, suppress_tokens=(3,))
-    assert one == two
-    assert hash(one) == hash(two)
 
 
 def test_settings_come_through_the_door_of_generate(model):

@@ -6,11 +6,12 @@ import pytest
 import tokenizers
 import torch
 import transformers as hf
-from draftwood.core.errors import InvalidRequest
-from draftwood.core.stopping import Stopper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from draftwood.core.errors import InvalidRequest
+from draftwood.core.stopping import Stopper
 
 CORPUS = [
     "the stop shop stops, stop! opera topper",
@@ -245,13 +246,13 @@ def test_the_text_ends_where_generate_ends_it():
     )
     model = hf.LlamaForCausalLM(config).eval()
     prompt = torch.tensor([tokenizer.encode("stop")])
-    options = {"max_new_tokens": 60, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+    options = {"max_new_tokens": 30, "do_sample": True, "top_k": 0, "pad_token_id": 0}
     checked = 0
-    for seed in range(20):
+    for seed in range(10):
         torch.manual_seed(seed)
         free = model.generate(prompt, **options)[0].tolist()
         whole = tokenizer.decode(free[prompt.shape[1] :])
-        stop = next((whole[i : i + 2] for i in range(8, len(whole) - 2) if "\ufffd" not in whole[i : i + 2]), None)
+        stop = next((whole[i : i + 2] for i in range(4, len(whole) - 2) if "\ufffd" not in whole[i : i + 2]), None)
         if stop is None:
             continue
         torch.manual_seed(seed)
@@ -259,4 +260,4 @@ def test_the_text_ends_where_generate_ends_it():
         stopper = Stopper(max_tokens=1000, stop_strings=[stop], tokenizer=tokenizer)
         assert free[: first_end(stopper, free, prompt.shape[1])[0]] == stopped
         checked += 1
-    assert checked >= 10
+    assert checked >= 6
