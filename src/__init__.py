@@ -16,6 +16,9 @@ from .core.registry import hookimpl
 from .core.target import Target
 from .core.tree import TokenTree
 from .decoder import Decoder, Generation, StreamStep
+from .study.report import Report
+from .study.run import compare
+from .study.verification import verify_drafters
 
 __version__ = "0.1.0"
 
@@ -31,6 +34,7 @@ __all__ = [
     "ModelNotFound",
     "Observation",
     "Proposal",
+    "Report",
     "StreamStep",
     "Target",
     "TokenTree",
@@ -38,5 +42,7 @@ __all__ = [
     "UnsupportedModel",
     "Verdict",
     "VocabularyMismatch",
+    "compare",
     "hookimpl",
+    "verify_drafters",
 ]

@@ -1,0 +1,150 @@
+"""The command line: `draftwood drafters | generate | compare | verify | theory`.
+
+Results go to stdout, progress and remarks to stderr. Whatever Draftwood refuses is one line on stderr and exit
+code 2; an interrupt is exit code 130.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from . import cli_study
+from .cli_common import Commands, DType, JsonFlag, Model, out, print_json, remark
+from .core.errors import InvalidRequest
+from .core.registry import Catalog
+from .decoder import Decoder, StreamStep
+from .plugins import load_registry
+from .study.spec import DrafterSpec, parse_option
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Draft trees, verify losslessly: speculative decoding on unmodified transformers models.",
+)
+app.command()(cli_study.compare)
+app.command()(cli_study.verify)
+app.command()(cli_study.theory)
+
+
+def main() -> None:
+    """Runs the command line."""
+    app(prog_name="draftwood")
+
+
+@app.callback()
+def _root() -> None:
+    """Keeps every command a sub-command."""
+
+
+@app.command()
+def drafters(json_output: JsonFlag = False) -> None:
+    """List the drafters and acceptance rules, their options, and plugins that failed to load."""
+    registry = load_registry()
+    catalogs: dict[str, Catalog[Any]] = {"drafters": registry.drafters, "rules": registry.rules}
+    if json_output:
+        listed = {kind: {name: _entry(catalog, name) for name in catalog.names()} for kind, catalog in catalogs.items()}
+        print_json({**listed, "broken": registry.broken})
+        return
+    for kind, catalog in catalogs.items():
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for heading in (kind, "options", "what it is"):
+            table.add_column(heading, overflow="fold")
+        for name in catalog.names():
+            entry = _entry(catalog, name)
+            options = "\n".join(f"{key}={value}" for key, value in entry["options"].items())
+            table.add_row(Text(name), Text(options), Text(entry["summary"]))
+        out.print(table)
+        out.print()
+    for plugin, error in registry.broken.items():
+        out.print(Text(f"plugin {plugin} failed: {error}"))
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="The prompt; `-` reads it from standard input.")],
+    drafter: Annotated[str, typer.Option(help="Name, or several joined by `+`.")] = "prompt-lookup",
+    option: Annotated[
+        list[str] | None, typer.Option(help="Drafter option, key=value; part.key=value for one part of several.")
+    ] = None,
+    rule: Annotated[str, typer.Option(help="Acceptance rule.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of all randomness.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option(help="Any other field of GenerationConfig, key=value, such as top_p=0.9.")
+    ] = None,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--raw", help="Use the chat template, or not; default: if there is one.")
+    ] = None,
+    dtype: DType = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Generate a text; on a terminal, tokens that the drafter had guessed are coloured."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    spec = DrafterSpec(drafter, _options(option))
+    settings = dict(parse_option(one) for one in setting or ())
+    settings |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    if stop:
+        settings["stop_strings"] = stop
+    registry = load_registry()
+    registry.create_drafter(spec.name, spec.options)  # a typing error should not wait for the model
+    decoder = Decoder(
+        cli_study.load_target(model, dtype), drafter, drafter_options=spec.options, rule=rule, registry=registry
+    )
+    asked = _render(decoder, text, chat)
+    if json_output:
+        done = decoder.generate(asked, **settings)
+        stats = asdict(done.stats)
+        stats |= {"tau": done.stats.tau, "acceptance_by_depth": done.stats.acceptance_by_depth}
+        print_json({**asdict(done), "stats": stats})
+        return
+    drafted = tokens = 0
+    for step in decoder.stream(asked, **settings):
+        _show(step)
+        drafted, tokens = drafted + step.drafted, tokens + len(step.tokens)
+        reason = step.stop_reason
+    out.print()
+    remark(f"{tokens} tokens, {drafted} of them drafted; ended by {reason}")
+
+
+def _entry(catalog: Catalog[Any], name: str) -> dict[str, Any]:
+    options = {option.name: "(required)" if option.required else option.default for option in catalog.options(name)}
+    return {"summary": catalog.summary(name), "options": options, "plugin": catalog.plugin(name)}
+
+
+def _options(given: list[str] | None) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for key, value in map(parse_option, given or ()):
+        part, dot, inner = key.partition(".")
+        if dot:
+            options.setdefault(part, {})[inner] = value
+        else:
+            options[key] = value
+    return options
+
+
+def _render(decoder: Decoder, text: str, chat: bool | None) -> Any:
+    template = getattr(decoder.target.tokenizer, "chat_template", None)
+    if not text.strip():
+        raise InvalidRequest("the prompt is empty; give a text, or `-` and a text on standard input")
+    return [{"role": "user", "content": text}] if (bool(template) if chat is None else chat) else text
+
+
+def _show(step: StreamStep) -> None:
+    for piece, guessed in step.pieces:
+        if out.is_terminal:
+            out.print(Text(piece, style="green" if guessed else ""), end="", soft_wrap=True)
+        else:
+            sys.stdout.write(piece)
+    sys.stdout.flush()

@@ -1,0 +1,52 @@
+"""What the commands share: error handling, consoles, options."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
+
+from .core.errors import DraftwoodError
+
+# A file or a pipe has no width; rich would fold tables to 80 columns.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+err = Console(stderr=True, highlight=False)
+
+Model = Annotated[
+    str, typer.Argument(help="A directory, a hub id, a .gguf file, or `smollm2`, the packaged demo model.")
+]
+DType = Annotated[str | None, typer.Option(help="Type of the target's weights, such as bfloat16.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+class Commands(TyperGroup):
+    """The commands, with every error on purpose in one line and exit code 2."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Runs a command line."""
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except (DraftwoodError, TyperException) as error:
+            message = error.format_message() if isinstance(error, TyperException) else str(error)
+            remark(f"draftwood: {' '.join(message.split())}")
+            code = 2
+        except KeyboardInterrupt:
+            code = 130
+        if standalone_mode:
+            sys.exit(code if isinstance(code, int) else 0)
+        return code
+
+
+def remark(text: str) -> None:
+    """Prints a line to stderr."""
+    err.print(text, markup=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """Prints a value as JSON to stdout; what JSON does not know becomes text."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")

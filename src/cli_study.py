@@ -1,0 +1,227 @@
+"""The commands that measure: `compare`, `verify`, `theory`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .cli_common import DType, JsonFlag, Model, err, out, print_json, remark
+from .core.target import Target
+from .study import run
+from .study import theory as theories
+from .study.spec import DrafterSpec, parse_specs
+from .study.verification import Verification, verify_drafters
+
+Drafters = Annotated[
+    list[str] | None,
+    typer.Argument(help="Drafters: `prompt-lookup`, `prompt-lookup:gamma=8,max_ngram=3`; `gamma=4|8` is a grid."),
+]
+Prompts = Annotated[
+    str | None,
+    typer.Option(help="question.jsonl, a text file (one prompt a line), or dataset:NAME,split=...,column=..."),
+]
+Limit = Annotated[int | None, typer.Option(help="Most prompts, from all categories in turn.")]
+Tokens = Annotated[int, typer.Option(help="New tokens a prompt.")]
+BatchSizes = Annotated[
+    list[int] | None, typer.Option("--batch-size", help="Prompts decoded together; may be repeated.  [default: 1]")
+]
+Seed = Annotated[int, typer.Option(help="Of all randomness.")]
+ChatFlag = Annotated[
+    bool | None, typer.Option("--chat/--raw", help="Use the chat template, or not; default: if there is one.")
+]
+
+DEMO_PROMPTS, DEMO_TOKENS = 6, 40
+DEMO_DRAFTERS = ["prompt-lookup"]
+
+
+def compare(
+    model: Model,
+    drafters: Drafters = None,
+    prompts: Prompts = None,
+    limit: Limit = None,
+    rule: Annotated[list[str] | None, typer.Option(help="Acceptance rule; may be repeated.  [default: auto]")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; may be repeated.  [default: 0]")] = None,
+    batch_size: BatchSizes = None,
+    max_new_tokens: Tokens = 64,
+    repeats: Annotated[int, typer.Option(help="How often everything is run.")] = 1,
+    seed: Seed = 0,
+    chat: ChatFlag = None,
+    dtype: DType = None,
+    study: Annotated[
+        Path | None,
+        typer.Option("--out", help="Directory of the study: finished cells are kept, and a killed study goes on."),
+    ] = None,
+    by_category: Annotated[bool, typer.Option("--by-category", help="One row a category.")] = False,
+    demo: Annotated[bool, typer.Option("--demo", help="A short run on a few packaged prompts.")] = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Compare drafters with plain decoding on the same prompts, in the same run."""
+    if demo:
+        drafters, limit, max_new_tokens = drafters or DEMO_DRAFTERS, limit or DEMO_PROMPTS, DEMO_TOKENS
+        dtype = dtype or demo_dtype()
+    with _progress() as progress:
+        report = run.compare(
+            model,
+            _specs(drafters),
+            prompts=prompts,
+            limit=limit,
+            rules=rule or ["auto"],
+            temperatures=temperature or [0.0],
+            batch_sizes=batch_size or [1],
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            seed=seed,
+            chat=chat,
+            dtype=dtype,
+            directory=study,
+            progress=progress,
+        )
+    if study is not None:
+        remark(f"report in {report.save(study)}")
+    if json_output:
+        print_json(report.to_json())
+    else:
+        if by_category or demo:
+            out.print(report.table(by_category=True))
+            out.print()
+        out.print(report.table())
+        for note in report.notes():
+            remark(note)
+    if any(row.errors and not row.cells for row in report.rows):
+        raise typer.Exit(1)
+
+
+def verify(
+    model: Model,
+    drafters: Drafters = None,
+    prompts: Prompts = None,
+    limit: Limit = None,
+    batch_size: BatchSizes = None,
+    max_new_tokens: Tokens = 64,
+    coupled: Annotated[bool, typer.Option(help="Also check coupled sampling at temperature 1.")] = True,
+    seed: Seed = 0,
+    chat: ChatFlag = None,
+    dtype: DType = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Check that drafters give plain decoding's text; exit 1 if one differs by more than a near tie."""
+    with _progress() as progress:
+        found = verify_drafters(
+            model,
+            _specs(drafters),
+            coupled=coupled,
+            prompts=prompts,
+            limit=limit,
+            batch_sizes=batch_size or [1],
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            chat=chat,
+            dtype=dtype,
+            progress=progress,
+        )
+    if json_output:
+        print_json([asdict(one) | {"ok": one.ok} for one in found])
+    else:
+        _print_verifications(found)
+    if not all(one.ok for one in found if one.drafter != "none" or one.errors):
+        raise typer.Exit(1)
+
+
+def theory(
+    alpha: Annotated[float, typer.Option(help="Probability that a drafted token is accepted.")],
+    gamma: Annotated[int | None, typer.Option(help="Tokens drafted a round; default: the best.")] = None,
+    c: Annotated[float, typer.Option("--c", help="Cost of a draft step over a pass of the target.")] = 0.0,
+    v: Annotated[float, typer.Option("--v", help="Cost of a verifying pass over a single-token pass.")] = 1.0,
+    json_output: JsonFlag = False,
+) -> None:
+    """Predict tokens a round and speedup from acceptance and cost, and when drafting does not pay."""
+    best = theories.best_gamma(alpha, c, lambda _: v)
+    lengths = sorted({gamma if gamma is not None else best, *range(1, 9), best} - {0})
+    predicted = [
+        {
+            "gamma": length,
+            "tokens": theories.expected_tokens(alpha, length),
+            "speedup": theories.speedup(alpha, length, c, v),
+            "break_even_alpha": theories.break_even_alpha(length, c, v),
+        }
+        for length in lengths
+    ]
+    chosen = gamma if gamma is not None else best
+    if json_output:
+        print_json({"alpha": alpha, "c": c, "v": v, "best_gamma": best, "gamma": chosen, "predictions": predicted})
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("gamma", "tokens a round", "speedup", "pays from alpha"):
+        table.add_column(heading, justify="right")
+    for one in predicted:
+        even = one["break_even_alpha"]
+        figures = [f"{one['tokens']:.2f}", f"{one['speedup']:.2f}x", "never" if even is None else f"{even:.3f}"]
+        table.add_row(str(one["gamma"]), *figures, style="bold" if one["gamma"] == chosen else "")
+    out.print(table)
+    out.print(f"best gamma: {best}" + (" (do not draft)" if best == 0 else ""))
+
+
+def load_target(model: str, dtype: str | None) -> Target:
+    """Loads the target, saying so while it takes its time."""
+    with err.status(f"loading {model}"):
+        return Target.from_pretrained(model, dtype=dtype)
+
+
+def demo_dtype() -> str | None:
+    """float32 on a CPU that would emulate bfloat16, where passes over several tokens are slower than it; else None."""
+    native = any(torch.cpu.get_capabilities().get(feature) for feature in ("avx512_bf16", "amx_bf16", "bf16"))
+    return None if native or torch.cuda.is_available() else "float32"
+
+
+def _specs(drafters: list[str] | None) -> list[DrafterSpec]:
+    return [spec for word in drafters or DEMO_DRAFTERS for spec in parse_specs(word)]
+
+
+@contextmanager
+def _progress() -> Iterator[run.Progress]:
+    """A progress bar with the time left, on stderr."""
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def report(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what[:40])
+
+        yield report
+
+
+def _print_verifications(found: list[Verification]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("drafter", "texts", "equal", "near ties", "faults", "widest margin"):
+        table.add_column(heading, overflow="fold")
+    for one in found:
+        differing = [*one.near_ties, *one.faults]
+        margins = [difference.agreement.margin for difference in differing if difference.agreement.margin is not None]
+        counts = (one.texts, one.texts - len(differing), len(one.near_ties), len(one.faults))
+        table.add_row(one.drafter, *map(str, counts), f"{max(margins):.3g}" if margins else "")
+    out.print(table)
+    for one in found:
+        for error in one.errors:
+            remark(f"{one.drafter}: {error}")
+        for fault in one.faults:
+            where = f"prompt {fault.prompt}, turn {fault.turn}, temperature {fault.temperature:g}"
+            agreement = fault.agreement
+            remark(
+                f"{one.drafter}: {where}: differs at new token {agreement.position}, margin "
+                f"{agreement.margin}, measured noise {agreement.noise}"
+            )

@@ -1,0 +1,75 @@
+"""What a measurement must say about where it was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.target import Target
+
+
+def environment(target: Target) -> dict[str, Any]:
+    """Returns versions, commit, machine, device, threads and date (UTC)."""
+    device = target.device
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_fixed(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "attention": str(getattr(target.model.config, "_attn_implementation", "")),
+    }
+
+
+@cache
+def _fixed() -> dict[str, Any]:
+    packages = ("torch", "transformers", "draftwood")
+    return {
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
+        "commit": _commit(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this package runs from, `-dirty` if files differ from it; None if installed."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root)]
+    try:
+        described = subprocess.run(
+            [*git, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()
+
+
+def _processor() -> str:
+    cpu = Path("/proc/cpuinfo")
+    if cpu.is_file():
+        for line in cpu.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"

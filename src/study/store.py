@@ -1,0 +1,140 @@
+"""Where a study keeps its finished cells: one JSON object a line, appended and flushed to the disk at once.
+
+A killed study loses no more than the cell it was at. Several processes may share a directory: each cell is claimed by
+a file lock, which the operating system releases when its holder dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from ..core.errors import InvalidCheckpoint, InvalidRequest
+
+Record = dict[str, Any]
+
+RESULTS = "results.jsonl"
+
+
+class Store:
+    """The finished cells of a study, in a directory or, without one, in memory.
+
+    Args:
+        directory: made if it is missing; None keeps everything in memory.
+
+    Raises:
+        InvalidRequest: the directory cannot be made.
+        InvalidCheckpoint: a line of its results, other than a half-written last one, is no record.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.directory = directory
+        self._records: list[Record] = []
+        self._read = 0
+        if directory is not None:
+            try:
+                (directory / ".locks").mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InvalidRequest(f"cannot keep a study in {str(directory)!r}: {error}") from error
+            self.refresh()
+
+    def records(self, keys: Iterable[str] | None = None) -> list[Record]:
+        """Returns the records of the given cells, in the order in which they were written; all when None."""
+        wanted = None if keys is None else set(keys)
+        return [record for record in self._records if wanted is None or record["key"] in wanted]
+
+    def finished(self, key: str) -> set[str]:
+        """Returns the labels of the drafters that a cell already has."""
+        return {run["drafter"] for record in self.records([key]) for run in record["runs"]}
+
+    @contextmanager
+    def claim(self, key: str, *, wait: bool) -> Iterator[bool]:
+        """Claims a cell for this process; gives False if another one has it and `wait` is off."""
+        if self.directory is None:
+            yield True
+            return
+        lock = FileLock(self.directory / ".locks" / key)
+        try:
+            lock.acquire(timeout=-1 if wait else 0)
+        except Timeout:
+            yield False
+            return
+        try:
+            self.refresh()
+            yield True
+        finally:
+            lock.release()
+
+    def append(self, record: Record) -> None:
+        """Writes a record down for good."""
+        if self.directory is None:
+            self._records.append(record)
+            return
+        with self._locked(), open(self.directory / RESULTS, "ab+") as file:
+            # The last line of a process that was killed while it wrote: no record, and none may be glued to it.
+            if file.tell() and not _ends_with_newline(file):
+                file.truncate(_last_line(file))
+            file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Reads what this and other processes have written since the last look."""
+        path = None if self.directory is None else self.directory / RESULTS
+        if path is None or not path.exists():
+            return
+        with self._locked(), open(path, "rb") as file:
+            file.seek(self._read)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        for line in whole.splitlines():
+            self._records.append(_parse(line, path))
+        self._read += len(whole)
+
+    def _locked(self) -> FileLock:
+        if self.directory is None:
+            raise InvalidRequest("a study in memory has no file to lock")
+        return FileLock(self.directory / ".locks" / "results")
+
+
+def read_records(path: Path) -> list[Record]:
+    """Reads the records of a study directory or of its results file, without claiming or changing anything.
+
+    Raises:
+        InvalidRequest: there is none.
+        InvalidCheckpoint: a line is no record.
+    """
+    file = path / RESULTS if path.is_dir() else path
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(f"no study at {str(path)!r}: {error}") from error
+    return [_parse(line, file) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+
+
+def _parse(line: bytes, path: Path) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise InvalidCheckpoint(f"{str(path)!r} holds a line that is no JSON: {line[:60]!r}") from error
+    if not isinstance(record, dict) or not {"key", "conditions", "runs"} <= record.keys():
+        raise InvalidCheckpoint(f"{str(path)!r} holds a line that is no study record: {line[:60]!r}")
+    return record
+
+
+def _ends_with_newline(file: Any) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return bool(file.read(1) == b"\n")
+
+
+def _last_line(file: Any) -> int:
+    """Returns where the unfinished last line starts."""
+    file.seek(0)
+    return int(file.read().rfind(b"\n")) + 1
