@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -82,6 +82,21 @@ class Limits:
     stopping_criteria: StoppingCriteriaList | Sequence[StoppingCriteria] | None = None
     max_time: float | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise InvalidRequest(f"seed must be an integer, got {self.seed!r}")
+        for token in self.eos_ids or ():
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise InvalidRequest(f"eos_token_id must be a token id or a list of them, got {self.eos_token_id!r}")
+
+    @property
+    def eos_ids(self) -> tuple[int, ...] | None:
+        """The end-of-text ids given; None to take the target's own."""
+        given = self.eos_token_id
+        if given is None:
+            return None
+        return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
 
 
 DEFAULT_NEW_TOKENS = 128
@@ -199,6 +214,8 @@ class Decoder:
         """
         if isinstance(prompt, Tensor):
             prompt = prompt.tolist()
+        if not isinstance(prompt, Sequence):
+            raise InvalidRequest(f"a prompt is a string, a chat or token ids, got {prompt!r}")
         if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
             tokenizer = self.target.tokenizer
             if tokenizer is None:
@@ -208,7 +225,10 @@ class Decoder:
             else:
                 if not getattr(tokenizer, "chat_template", None):
                     raise InvalidRequest("the target's tokenizer has no chat template; pass the prompt as a string")
-                ids = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=False)
+                messages = [dict(message) for message in cast("Chat", prompt)]
+                ids = tokenizer.apply_chat_template(
+                    [dict(m) for m in prompt], add_generation_prompt=True, return_dict=False
+                )
         else:
             ids = list(prompt)
         if not ids:
@@ -241,11 +261,9 @@ class Decoder:
     def _settings(self, settings: Mapping[str, Any]) -> _Settings:
         """Checks settings and builds what rows that share them also share."""
         limits, params = split_settings(settings)
-        eos = limits.eos_token_id
-        if eos is None:
-            eos = self.target.eos_token_ids
+        eos = self.target.eos_token_ids if limits.eos_ids is None else limits.eos_ids
         stopper = Stopper(
-            (eos,) if isinstance(eos, int) else eos,
+            eos,
             max_tokens=0,
             stop_strings=limits.stop_strings,
             tokenizer=self.target.tokenizer,
@@ -253,7 +271,7 @@ class Decoder:
             max_time=limits.max_time,
             device=self.target.device,
         )
-        return _Settings(limits, params, (eos,) if isinstance(eos, int) else tuple(eos), stopper)
+        return _Settings(limits, params, eos, stopper)
 
     def _row(self, key: int, tokens: list[int], settings: _Settings) -> Row:
         target, limits = self.target, settings.limits

@@ -62,7 +62,7 @@ def forward_arguments(model: PreTrainedModel) -> ForwardArguments:
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
     """Returns the module whose output is what the LM head reads."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    decoder: object = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[no-untyped-call]
     # Some families call their LM head a decoder.
     if not isinstance(decoder, nn.Module) or decoder is model or isinstance(decoder, nn.Linear):
         return model.base_model

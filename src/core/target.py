@@ -102,7 +102,8 @@ class Target:
     @property
     def vocabulary_size(self) -> int:
         """Number of token ids the model reads."""
-        return int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[union-attr,arg-type]
+        weight: Tensor = self.model.get_input_embeddings().weight  # type: ignore[assignment]
+        return weight.shape[0]
 
     @property
     def context_length(self) -> int | None:
