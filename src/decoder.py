@@ -226,9 +226,7 @@ class Decoder:
                 if not getattr(tokenizer, "chat_template", None):
                     raise InvalidRequest("the target's tokenizer has no chat template; pass the prompt as a string")
                 messages = [dict(message) for message in cast("Chat", prompt)]
-                ids = tokenizer.apply_chat_template(
-                    [dict(m) for m in prompt], add_generation_prompt=True, return_dict=False
-                )
+                ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         else:
             ids = list(prompt)
         if not ids:
