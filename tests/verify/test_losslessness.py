@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+
 from draftwood.core.proposal import Proposal
 from draftwood.core.rule import Rule, SeededSource
 from draftwood.verify import Coupled, Greedy, Rejection, Traversal, Typical, rejection, traversal
-from torch import Tensor
-
 from tests.verify.enumeration import (
     LOSSLESS,
     SCHEMES,
