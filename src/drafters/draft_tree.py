@@ -1,0 +1,264 @@
+"""Growing a draft tree level by level: a chain, fixed branching, or a dynamic tree with a budget of nodes.
+
+What is grown asks a network for logits after the newest level and hands the logits to `candidates`. The module knows
+neither the network (a draft model, a view of the target, EAGLE's head) nor the rule that will judge the tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..core.drafting import Candidates, candidates
+from ..core.errors import InvalidRequest
+from ..core.proposal import Proposal
+from ..core.state import DecodeState
+from ..core.tree import ROOT, TokenTree
+
+
+class Read(Protocol):
+    """A network that reads nodes behind the text it has read already, and keeps them until the next proposal."""
+
+    def __call__(self, tree: TokenTree, opened: int) -> Tensor:
+        """Reads the nodes of `tree` from column `opened` on; those before it were read in earlier calls.
+
+        Returns:
+            [batch, nodes - opened, vocabulary], the raw draft logits after each, over the target's vocabulary.
+        """
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """What a tree may become.
+
+    Attributes:
+        branching: children of each context, level by level; its length is the depth.
+        nodes: most nodes of a row; the best ones stay. None keeps all.
+        width: most contexts of a row that are continued at each level, the best ones; None continues all.
+
+    Raises:
+        InvalidRequest: a number below 1, or no level.
+    """
+
+    branching: tuple[int, ...]
+    nodes: int | None = None
+    width: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.branching:
+            raise InvalidRequest("a tree needs at least one level, got no branching factors")
+        named = [("branching", factor) for factor in self.branching]
+        for name, value in (*named, ("nodes", self.nodes), ("width", self.width)):
+            if value is not None and value < 1:
+                raise InvalidRequest(f"{name} must be >= 1, got {value}")
+
+    @property
+    def depth(self) -> int:
+        """Number of levels."""
+        return len(self.branching)
+
+    @classmethod
+    def chain(cls, gamma: int) -> TreeShape:
+        """Returns a chain of `gamma` nodes."""
+        return cls((1,) * gamma)
+
+    @classmethod
+    def dynamic(cls, depth: int, nodes: int, width: int) -> TreeShape:
+        """Returns EAGLE-2's tree (arXiv:2406.16858): the best nodes of `width` children of `width` contexts a level."""
+        return cls((width,) * depth, nodes, width)
+
+
+@dataclass(frozen=True, eq=False)
+class Grown:
+    """A tree and where the network has it.
+
+    Attributes:
+        proposal: what goes to the target.
+        columns: for each row and node of the proposal its open column in the network's cache, -1 if it was not read.
+    """
+
+    proposal: Proposal
+    columns: list[list[int]]
+    _read: list[dict[tuple[int, int], int]]
+
+    def spelled(self, row: int, tokens: Sequence[int]) -> list[int]:
+        """Returns the open columns that spell `tokens` from the root on, as far as the network has read them."""
+        path: list[int] = []
+        column = ROOT
+        for token in tokens:
+            column = self._read[row].get((column, token), ROOT)
+            if column == ROOT:
+                break
+            path.append(column)
+        return path
+
+
+def grow(
+    state: DecodeState,
+    shape: TreeShape,
+    depths: Sequence[int],
+    logits: Tensor,
+    read: Read,
+    *,
+    confidence: float | None = None,
+    leaves: bool = False,
+) -> Grown:
+    """Grows one tree a row; the network reads once for each level but the last.
+
+    A node's score is that of its parent plus the log of q's j-th greatest value for the j-th sibling: EAGLE-2's
+    cumulative confidence, which for drawn siblings is fixed *before* the draw.
+
+    Args:
+        state: the call.
+        shape: of the trees.
+        depths: deepest node of each row, on top of the shape's depth; 0 drafts nothing.
+        logits: [batch, vocabulary], the raw draft logits after each row's newest committed token.
+        read: the network.
+        confidence: contexts whose most likely continuation has a probability below this are not continued.
+        leaves: have the network read the nodes without children too.
+    """
+    # Adding a sibling drawn from its law leaves the law of the committed text as it is, wherever it is added. So any
+    # policy that places a node before drawing it is lossless; dropping a node for the token it drew would not be.
+    # Scores are known before the draw and fall along paths: the best ones are what best-first growth would draw.
+    rows = [_RowTree() for _ in depths]
+    opened = _Columns(len(depths))
+    laws: list[Tensor] = []
+    floor = -math.inf if confidence is None else math.log(confidence)
+    logits, frontier = logits[:, None], [[ROOT]] * len(depths)
+    for level, count in enumerate(shape.branching, start=1):
+        frontier = [nodes if level <= depth else [] for nodes, depth in zip(frontier, depths, strict=True)]
+        if level > 1 and any(frontier):
+            logits = read(*opened.append(rows, frontier))
+        contexts = [(row, place) for row, nodes in enumerate(frontier) for place in range(len(nodes))]
+        if not contexts:
+            break
+        owners, places = map(list, zip(*contexts, strict=True))
+        nodes = [frontier[row][place] for row, place in contexts]
+        paths = [rows[row].path(node) for row, node in zip(owners, nodes, strict=True)]
+        made = candidates(state, logits[owners, places], owners, count, paths, level)
+        _add_level(rows, owners, nodes, made, floor, sum(len(law) for law in laws))
+        if made.law is not None:
+            laws.append(made.law.flatten(0, 1))
+        frontier = [tree.newest(shape) for tree in rows]
+    kept = [sorted(tree.best(shape.nodes)) for tree in rows]
+    if leaves:
+        unread = [[node for node in nodes if tree.columns[node] < 0] for tree, nodes in zip(rows, kept, strict=True)]
+        if any(unread):
+            read(*opened.append(rows, unread))
+    columns = [[tree.columns[node] for node in nodes] for tree, nodes in zip(rows, kept, strict=True)]
+    return Grown(_propose(rows, kept, laws), columns, opened.known)
+
+
+@dataclass(eq=False)
+class _RowTree:
+    """The nodes of one row in the order they were made: parents before children, elder siblings first."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    laws: list[int] = field(default_factory=list)
+    level: int = 0  # the first node of the newest level
+
+    def add(self, parent: int, token: int, score: float, law: int) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.scores.append(score)
+        self.columns.append(-1)
+        self.laws.append(law)
+
+    def score(self, node: int) -> float:
+        return 0.0 if node == ROOT else self.scores[node]
+
+    def path(self, node: int) -> list[int]:
+        path = []
+        while node != ROOT:
+            path.append(self.tokens[node])
+            node = self.parents[node]
+        return path[::-1]
+
+    def best(self, count: int | None) -> list[int]:
+        """The best `count` nodes. Of equal ones the older come first, so that a child never outlives its parent."""
+        order = range(len(self.tokens))
+        return list(order) if count is None else sorted(order, key=lambda node: -self.scores[node])[:count]
+
+    def newest(self, shape: TreeShape) -> list[int]:
+        """The nodes of the newest level that are worth continuing: no later node can push them out by being better."""
+        level = [node for node in self.best(shape.nodes) if node >= self.level]
+        if shape.width is not None:
+            level = sorted(level, key=lambda node: -self.scores[node])[: shape.width]
+        self.level = len(self.tokens)
+        return level
+
+
+class _Columns:
+    """What the network has read, in the order of its open columns. Every level is as wide as its widest row.
+
+    Attributes:
+        known: for each row, (column of the parent, token) -> column.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self._tokens: list[list[int]] = [[] for _ in range(batch)]
+        self._parents: list[list[int]] = [[] for _ in range(batch)]
+        self.known: list[dict[tuple[int, int], int]] = [{} for _ in range(batch)]
+
+    def append(self, rows: Sequence[_RowTree], level: Sequence[Sequence[int]]) -> tuple[TokenTree, int]:
+        """Gives the nodes of `level` columns; returns the tree of all columns and how many are there already."""
+        opened = len(self._tokens[0])
+        total = opened + max(map(len, level))
+        for row, (tree, nodes) in enumerate(zip(rows, level, strict=True)):
+            for column, node in enumerate(nodes, start=opened):
+                parent = tree.parents[node]
+                above = ROOT if parent == ROOT else tree.columns[parent]
+                tree.columns[node] = self.known[row][above, tree.tokens[node]] = column
+                self._tokens[row].append(tree.tokens[node])
+                self._parents[row].append(above)
+            padding = total - len(self._tokens[row])
+            self._tokens[row] += [0] * padding
+            self._parents[row] += [ROOT] * padding
+        sizes = (total,) * len(rows)
+        return TokenTree(torch.tensor(self._tokens), torch.tensor(self._parents), sizes), opened
+
+
+def _add_level(
+    rows: Sequence[_RowTree],
+    owners: Sequence[int],
+    parents: Sequence[int],
+    made: Candidates,
+    floor: float,
+    laws: int,
+) -> None:
+    """Adds the siblings made in each context; not those that q gives no probability."""
+    # Row 0 of the law is q itself.
+    scores = made.log_probs if made.law is None else made.law[:, 0].topk(made.tokens.shape[1]).values.log()
+    for row, parent, tokens, gains in zip(owners, parents, made.tokens.tolist(), scores.tolist(), strict=True):
+        tree = rows[row]
+        if gains[0] >= floor:
+            above = tree.score(parent)
+            for law, (token, gain) in enumerate(zip(tokens, gains, strict=True), start=laws):
+                if gain > -math.inf:
+                    tree.add(parent, token, above + gain, law)
+        laws += len(tokens)
+
+
+def _propose(rows: Sequence[_RowTree], kept: Sequence[Sequence[int]], laws: Sequence[Tensor]) -> Proposal:
+    """Returns the proposal of the nodes kept, in the order they were made."""
+    tokens, parents = [], []
+    for tree, nodes in zip(rows, kept, strict=True):
+        place = {node: index for index, node in enumerate(nodes)} | {ROOT: ROOT}
+        tokens.append([tree.tokens[node] for node in nodes])
+        parents.append([place[tree.parents[node]] for node in nodes])
+    proposed = TokenTree.from_lists(tokens, parents)
+    if not laws or not proposed.width:
+        return Proposal(proposed)
+    index = torch.zeros(proposed.batch, proposed.width, dtype=torch.int64)
+    for row, (tree, nodes) in enumerate(zip(rows, kept, strict=True)):
+        index[row, : len(nodes)] = torch.tensor([tree.laws[node] for node in nodes], dtype=torch.int64)
+    law = torch.cat(list(laws))
+    return Proposal(proposed, law[index.to(law.device)])
