@@ -186,6 +186,10 @@ class SamplingParams:
                 f"min_length={self.min_length} and min_new_tokens={self.min_new_tokens} both set a least length; "
                 "give one of them"
             )
+        bos = None if self.forced_bos_token_id is None else (self.forced_bos_token_id,)
+        for name, forced in {"forced_bos_token_id": bos, "forced_eos_token_id": self.forced_eos_token_id}.items():
+            if forced and set(forced) <= set(self.suppress_tokens or ()):
+                raise InvalidRequest(f"{name}={list(forced)} is in suppress_tokens, which leaves no token to take")
 
     @classmethod
     def from_fields(cls, **given: Any) -> SamplingParams:

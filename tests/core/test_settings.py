@@ -46,6 +46,8 @@ penalty = hf.RepetitionPenaltyLogitsProcessor(1.2)
         ({"exponential_decay_length_penalty": 3}, "pair"),
         ({"exponential_decay_length_penalty": (1, 2, 3)}, "pair"),
         ({"remove_invalid_values": 1}, "True or False"),
+        ({"forced_bos_token_id": 5, "suppress_tokens": [4, 5]}, "forced_bos_token_id=.5. is in suppress_tokens"),
+        ({"forced_eos_token_id": [5, 4], "suppress_tokens": [4, 5]}, "leaves no token"),
         ({"min_length": 3, "min_new_tokens": 3}, "give one"),
         ({"logits_processor": penalty}, "list of LogitsProcessor"),
         ({"logits_processor": [hf.RepetitionPenaltyLogitsProcessor]}, "list of LogitsProcessor"),
