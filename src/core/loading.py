@@ -104,7 +104,7 @@ def _load_from_hub(name: str, options: dict[str, Any]) -> tuple[PreTrainedModel,
             return _read(name, options | {"local_files_only": True})
         except ModelNotFound:
             raise ModelNotFound(
-                f"no model {name!r}: it is no directory here, not in the local hub cache, and the hub answers: "
+                f"no model {name!r}: it is no directory here, not in the local hub cache, and asking the hub gave "
                 f"{_describe(unreachable)}; a directory, a .gguf file, the id of a hub model you can reach or "
                 f"{DEMO_MODEL!r} ({_how_to_get_demo_model()}) would work"
             ) from unreachable
