@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,11 +20,8 @@ from ..core.proposal import Proposal
 from ..core.state import DecodeState
 from ..core.target import Target
 from ..core.tree import TokenTree
-from .draft_tree import Grown, TreeShape, grow
+from .draft_tree import Grown, Tree, TreeShape, grow, parse_shape
 from .vocabulary import TokenMap, VocabularyPolicy, match_vocabularies
-
-Tree = Literal["chain", "dynamic"] | Sequence[int]
-DEFAULT_GAMMA, DEFAULT_NODES, DEFAULT_WIDTH = 5, 12, 4
 
 
 class DraftModel(Drafter):
@@ -39,8 +35,7 @@ class DraftModel(Drafter):
             nodes by the draft's cumulative probability.
         nodes: most nodes of a dynamic tree, 12 when None.
         width: contexts that a dynamic tree continues at each level, and children it tries in each; 4 when None.
-        confidence: a context whose most likely continuation the draft model gives a probability below this is not
-            continued; None continues all.
+        confidence: the draft goes no further behind tokens where the draft model's top probability was below this.
         vocabulary: `"strict"`, or `"intersection"` to draft only tokens that both models have.
 
     Raises:
@@ -55,16 +50,16 @@ class DraftModel(Drafter):
         tree: Tree = "chain",
         nodes: int | None = None,
         width: int | None = None,
-        confidence: float | None = None,
+        confidence: float = 0.0,
         vocabulary: VocabularyPolicy = "strict",
     ) -> None:
         if not isinstance(model, (str, Path, PreTrainedModel, Target)):
             raise InvalidRequest(f"model must be a path, a hub id, a model or a Target, got {type(model).__name__}")
-        if confidence is not None and not 0.0 < confidence < 1.0:
-            raise InvalidRequest(f"confidence must be between 0 and 1, got {confidence}")
+        if not 0.0 <= confidence < 1.0:
+            raise InvalidRequest(f"confidence must be in [0, 1), got {confidence}")
         if vocabulary not in ("strict", "intersection"):
             raise InvalidRequest(f"vocabulary must be 'strict' or 'intersection', got {vocabulary!r}")
-        self.shape = _parse_shape(tree, gamma, nodes, width)
+        self.shape = parse_shape(tree, gamma, nodes, width)
         self.confidence = confidence
         self._model = model
         self._policy: VocabularyPolicy = vocabulary
@@ -110,7 +105,7 @@ class _Session(DraftSession):
     model's context is drafted for no more.
     """
 
-    def __init__(self, draft: Target, tokens: TokenMap | None, shape: TreeShape, confidence: float | None) -> None:
+    def __init__(self, draft: Target, tokens: TokenMap | None, shape: TreeShape, confidence: float) -> None:
         self._draft, self._tokens, self._shape, self._confidence = draft, tokens, shape, confidence
         self._cache = draft.new_cache()
         self._grown: Grown | None = None
@@ -176,21 +171,3 @@ class _Session(DraftSession):
 
     def _to_target(self, logits: Tensor) -> Tensor:
         return logits if self._tokens is None else self._tokens.to_target(logits)
-
-
-def _parse_shape(tree: Tree, gamma: int | None, nodes: int | None, width: int | None) -> TreeShape:
-    for name, value in (("gamma", gamma), ("nodes", nodes), ("width", width)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise InvalidRequest(f"{name} must be an integer >= 1, got {value!r}")
-    if tree != "dynamic" and (nodes is not None or width is not None):
-        raise InvalidRequest(f"nodes and width shape a tree='dynamic'; tree={tree!r} does not use them")
-    depth = DEFAULT_GAMMA if gamma is None else gamma
-    if tree == "chain":
-        return TreeShape.chain(depth)
-    if tree == "dynamic":
-        return TreeShape.dynamic(depth, nodes or DEFAULT_NODES, width or DEFAULT_WIDTH)
-    if isinstance(tree, str) or not all(isinstance(factor, int) for factor in tree):
-        raise InvalidRequest(f"tree must be 'chain', 'dynamic' or children level by level as (3, 2, 1), got {tree!r}")
-    if gamma is not None and gamma != len(tree):
-        raise InvalidRequest(f"gamma {gamma} and the {len(tree)} levels of tree={tuple(tree)} contradict each other")
-    return TreeShape(tuple(tree))

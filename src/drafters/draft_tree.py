@@ -7,9 +7,9 @@ neither the network (a draft model, a view of the target, EAGLE's head) nor the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from ..core.errors import InvalidRequest
 from ..core.proposal import Proposal
 from ..core.state import DecodeState
 from ..core.tree import ROOT, TokenTree
+
+Tree = Literal["chain", "dynamic"] | Sequence[int]
+DEFAULT_GAMMA, DEFAULT_NODES, DEFAULT_WIDTH = 5, 12, 4
 
 
 class Read(Protocol):
@@ -73,6 +76,35 @@ class TreeShape:
         return cls((width,) * depth, nodes, width)
 
 
+def parse_shape(tree: Tree, gamma: int | None, nodes: int | None, width: int | None) -> TreeShape:
+    """Returns the shape that a drafter's options ask for.
+
+    Args:
+        tree: `"chain"`; children of each context level by level, such as `(3, 2, 1)`; or `"dynamic"`.
+        gamma: depth, 5 when None; with a branching `tree` it can only repeat the number of levels.
+        nodes: most nodes of a dynamic tree, 12 when None.
+        width: contexts that a dynamic tree continues at each level, and children it tries in each; 4 when None.
+
+    Raises:
+        InvalidRequest: a value that cannot work, or that another one makes pointless.
+    """
+    for name, value in (("gamma", gamma), ("nodes", nodes), ("width", width)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise InvalidRequest(f"{name} must be an integer >= 1, got {value!r}")
+    if tree != "dynamic" and (nodes is not None or width is not None):
+        raise InvalidRequest(f"nodes and width shape a tree='dynamic'; tree={tree!r} does not use them")
+    depth = DEFAULT_GAMMA if gamma is None else gamma
+    if tree == "chain":
+        return TreeShape.chain(depth)
+    if tree == "dynamic":
+        return TreeShape.dynamic(depth, nodes or DEFAULT_NODES, width or DEFAULT_WIDTH)
+    if isinstance(tree, str) or not all(isinstance(factor, int) for factor in tree):
+        raise InvalidRequest(f"tree must be 'chain', 'dynamic' or children level by level as (3, 2, 1), got {tree!r}")
+    if gamma is not None and gamma != len(tree):
+        raise InvalidRequest(f"gamma {gamma} and the {len(tree)} levels of tree={tuple(tree)} contradict each other")
+    return TreeShape(tuple(tree))
+
+
 @dataclass(frozen=True, eq=False)
 class Grown:
     """A tree and where the network has it.
@@ -105,8 +137,8 @@ def grow(
     logits: Tensor,
     read: Read,
     *,
-    confidence: float | None = None,
-    leaves: bool = False,
+    confidence: float | Sequence[float] = 0.0,
+    leaves: Callable[[TokenTree, int], object] | None = None,
 ) -> Grown:
     """Grows one tree a row; the network reads once for each level but the last.
 
@@ -119,8 +151,9 @@ def grow(
         depths: deepest node of each row, on top of the shape's depth; 0 drafts nothing.
         logits: [batch, vocabulary], the raw draft logits after each row's newest committed token.
         read: the network.
-        confidence: contexts whose most likely continuation has a probability below this are not continued.
-        leaves: have the network read the nodes without children too.
+        confidence: of all rows or of each. Where the most likely continuation of a context has a probability below
+            this, its children are proposed (they are paid for) but not continued.
+        leaves: called as `read` for the nodes that no call of `read` has covered; it needs to return nothing.
     """
     # Adding a sibling drawn from its law leaves the law of the committed text as it is, wherever it is added. So any
     # policy that places a node before drawing it is lossless; dropping a node for the token it drew would not be.
@@ -128,7 +161,7 @@ def grow(
     rows = [_RowTree() for _ in depths]
     opened = _Columns(len(depths))
     laws: list[Tensor] = []
-    floor = -math.inf if confidence is None else math.log(confidence)
+    floors = [confidence] * len(depths) if isinstance(confidence, (int, float)) else confidence
     logits, frontier = logits[:, None], [[ROOT]] * len(depths)
     for level, count in enumerate(shape.branching, start=1):
         frontier = [nodes if level <= depth else [] for nodes, depth in zip(frontier, depths, strict=True)]
@@ -141,15 +174,15 @@ def grow(
         nodes = [frontier[row][place] for row, place in contexts]
         paths = [rows[row].path(node) for row, node in zip(owners, nodes, strict=True)]
         made = candidates(state, logits[owners, places], owners, count, paths, level)
-        _add_level(rows, owners, nodes, made, floor, sum(len(law) for law in laws))
+        _add_level(rows, owners, nodes, made, floors, sum(len(law) for law in laws))
         if made.law is not None:
             laws.append(made.law.flatten(0, 1))
         frontier = [tree.newest(shape) for tree in rows]
     kept = [sorted(tree.best(shape.nodes)) for tree in rows]
-    if leaves:
+    if leaves is not None:
         unread = [[node for node in nodes if tree.columns[node] < 0] for tree, nodes in zip(rows, kept, strict=True)]
         if any(unread):
-            read(*opened.append(rows, unread))
+            leaves(*opened.append(rows, unread))
     columns = [[tree.columns[node] for node in nodes] for tree, nodes in zip(rows, kept, strict=True)]
     return Grown(_propose(rows, kept, laws), columns, opened.known)
 
@@ -163,14 +196,16 @@ class _RowTree:
     scores: list[float] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
     laws: list[int] = field(default_factory=list)
+    sure: list[bool] = field(default_factory=list)  # whether the node may be continued
     level: int = 0  # the first node of the newest level
 
-    def add(self, parent: int, token: int, score: float, law: int) -> None:
+    def add(self, parent: int, token: int, score: float, law: int, sure: bool) -> None:
         self.tokens.append(token)
         self.parents.append(parent)
         self.scores.append(score)
         self.columns.append(-1)
         self.laws.append(law)
+        self.sure.append(sure)
 
     def score(self, node: int) -> float:
         return 0.0 if node == ROOT else self.scores[node]
@@ -189,7 +224,7 @@ class _RowTree:
 
     def newest(self, shape: TreeShape) -> list[int]:
         """The nodes of the newest level that are worth continuing: no later node can push them out by being better."""
-        level = [node for node in self.best(shape.nodes) if node >= self.level]
+        level = [node for node in self.best(shape.nodes) if node >= self.level and self.sure[node]]
         if shape.width is not None:
             level = sorted(level, key=lambda node: -self.scores[node])[: shape.width]
         self.level = len(self.tokens)
@@ -231,19 +266,17 @@ def _add_level(
     owners: Sequence[int],
     parents: Sequence[int],
     made: Candidates,
-    floor: float,
+    floors: Sequence[float],
     laws: int,
 ) -> None:
     """Adds the siblings made in each context; not those that q gives no probability."""
     # Row 0 of the law is q itself.
     scores = made.log_probs if made.law is None else made.law[:, 0].topk(made.tokens.shape[1]).values.log()
     for row, parent, tokens, gains in zip(owners, parents, made.tokens.tolist(), scores.tolist(), strict=True):
-        tree = rows[row]
-        if gains[0] >= floor:
-            above = tree.score(parent)
-            for law, (token, gain) in enumerate(zip(tokens, gains, strict=True), start=laws):
-                if gain > -math.inf:
-                    tree.add(parent, token, above + gain, law)
+        tree, above = rows[row], rows[row].score(parent)
+        for law, (token, gain) in enumerate(zip(tokens, gains, strict=True), start=laws):
+            if gain > -math.inf:
+                tree.add(parent, token, above + gain, law, math.exp(gains[0]) >= floors[row])
         laws += len(tokens)
 
 

@@ -26,13 +26,13 @@ from tests.verify.enumeration import LOSSLESS, Law, Text, World, one_hot, runs
 
 Draw = Callable[[Tensor], int]
 SHAPES = {
-    "chain": (TreeShape.chain(2), None),
+    "chain": (TreeShape.chain(2), 0.0),
     "confident chain": (TreeShape.chain(3), 0.6),
-    "branching": (TreeShape((2, 2)), None),
-    "dynamic": (TreeShape.dynamic(2, 4, 2), None),
+    "branching": (TreeShape((2, 2)), 0.0),
+    "dynamic": (TreeShape.dynamic(2, 4, 2), 0.0),
     "confident dynamic": (TreeShape.dynamic(2, 4, 2), 0.5),
-    "tight budget": (TreeShape((2, 1, 1), 3, 2), None),
-    "one node": (TreeShape.dynamic(2, 1, 2), None),
+    "tight budget": (TreeShape((2, 1, 1), 3, 2), 0.0),
+    "one node": (TreeShape.dynamic(2, 1, 2), 0.0),
 }
 
 
@@ -108,12 +108,11 @@ def naive_paths(q: Callable[[Text], Tensor], shape: TreeShape, depth: int, confi
         fresh = []
         for path in level:
             likely = sorted(enumerate(q(path).tolist()), key=lambda item: -item[1])[:count]
-            if likely[0][1] < confidence:
-                continue
             for token, probability in likely:
                 if probability > 0:
                     scores[*path, token] = scores[path] + math.log(probability)
-                    fresh.append((*path, token))
+                    if likely[0][1] >= confidence:
+                        fresh.append((*path, token))
         level = sorted(fresh, key=lambda path: -scores[path])[: shape.width or len(fresh)]
     nodes = sorted(list(scores)[1:], key=lambda path: -scores[path])
     return nodes[: shape.nodes or len(nodes)]
@@ -140,15 +139,17 @@ def tables(draw: Any) -> Callable[[int, Text], Tensor]:
     nodes=st.none() | st.integers(1, 12),
     width=st.none() | st.integers(1, 3),
     depths=st.lists(st.integers(0, 5), min_size=1, max_size=3),
-    confidence=st.none() | st.floats(0.3, 0.9),
+    confidence=st.floats(0.0, 0.9) | st.lists(st.floats(0.0, 0.9), min_size=3, max_size=3),
 )
 def test_chosen_trees_are_the_naive_ones(q, branching, nodes, width, depths, confidence):
     shape = TreeShape(tuple(branching), nodes, width)
     network = FakeNetwork(q, len(depths))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        grown = grow_fake(monkeypatch, network, shape, depths, confidence=confidence)
+        own = confidence if isinstance(confidence, float) else confidence[: len(depths)]
+        grown = grow_fake(monkeypatch, network, shape, depths, confidence=own)
     for row, paths in enumerate(paths_of(grown.proposal)):
-        expected = naive_paths(lambda path, row=row: q(row, path), shape, depths[row], confidence or 0.0)
+        floor = confidence if isinstance(confidence, float) else confidence[row]
+        expected = naive_paths(lambda path, row=row: q(row, path), shape, depths[row], floor)
         assert sorted(paths) == sorted(expected)
         assert paths == sorted(paths, key=len)
     assert grown.proposal.law is None
@@ -160,7 +161,7 @@ def test_chosen_trees_are_the_naive_ones(q, branching, nodes, width, depths, con
 def test_columns_are_where_the_network_read_the_nodes(q, depths, leaves):
     network = FakeNetwork(q, len(depths))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        grown = grow_fake(monkeypatch, network, TreeShape.dynamic(3, 6, 2), depths, leaves=leaves)
+        grown = grow_fake(monkeypatch, network, TreeShape.dynamic(3, 6, 2), depths, leaves=network if leaves else None)
     for row, (paths, columns) in enumerate(zip(paths_of(grown.proposal), grown.columns, strict=True)):
         read = tree_paths(network.tree)[row][1:] if network.calls else []
         for path, column in zip(paths, columns, strict=True):
