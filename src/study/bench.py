@@ -21,6 +21,7 @@ from .environment import environment
 from .prompts import StudyPrompt
 from .spec import DrafterSpec
 from .store import Record
+from .watch import RoundCounts, Watched
 
 _logger = logging.getLogger(__name__)
 
@@ -44,14 +45,16 @@ class Bench:
     def __init__(self, target: Target, specs: Sequence[DrafterSpec], rule: str, registry: Registry) -> None:
         self.target, self.rule = target, rule
         self._decoders: dict[str, Decoder | str] = {}
+        self._watched: dict[str, Watched] = {}
         self._warm: set[str] = set()
         self._noise: list[float] = []
         # Both rules that `auto` stands for are lossless.
         self._lossless = rule == "auto" or bool(registry.create_rule(rule).lossless)
         for spec in specs:
             try:
-                drafter = spec.built or registry.create_drafter(spec.name, dict(spec.options))
+                drafter = Watched(spec.built or registry.create_drafter(spec.name, dict(spec.options)))
                 self._decoders[spec.label] = Decoder(target, drafter, rule=rule, registry=registry)
+                self._watched[spec.label] = drafter
             except Exception as error:  # noqa: BLE001 (a study outlives whatever one drafter raises)
                 self._decoders[spec.label] = _describe(error)
 
@@ -119,6 +122,7 @@ class Bench:
             if label not in self._warm:
                 decoder.generate(prompts, batch_size=size, max_new_tokens=min(WARM_UP_TOKENS, count), **settings)
                 self._warm.add(label)
+            self._watched[label].counts()
             if cuda:
                 torch.cuda.reset_peak_memory_stats(self.target.device)
             texts: list[Generation] = decoder.generate(prompts, batch_size=size, max_new_tokens=count, **settings)
@@ -133,6 +137,7 @@ class Bench:
             "prompt_tokens": [text.prompt_tokens for text in texts],
             "seconds": asdict(texts[0].stats.seconds),
             **counts,
+            **_plain(self._watched[label].counts()),
             "peak_bytes": torch.cuda.max_memory_allocated(self.target.device) if cuda else None,
         }
 
@@ -175,6 +180,11 @@ class Bench:
     def _decode(self, tokens: list[int]) -> str:
         tokenizer = self.target.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _plain(counts: RoundCounts) -> dict[str, Any]:
+    """Returns counts as JSON keeps them: a table of passes in place of a dict with numbers for keys."""
+    return {**asdict(counts), "passes": [[width, *total] for width, total in sorted(counts.passes.items())]}
 
 
 def _describe(error: BaseException) -> str:

@@ -6,6 +6,7 @@ rounds after the prompt was read.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -74,8 +75,10 @@ class Row:
         interval: of the speedup, by bootstrap over the cells; None with fewer than two cells.
         tau: mean tokens a round commits, bonus token counted.
         acceptance_by_depth: accepted at depth d, over rounds that got so far and drafted to d.
+        acceptance_by_rank: how often the r-th sibling is the accepted one, over nodes that had so many.
         drafted_by_round: mean drafted nodes a round.
         seconds_per_round: mean seconds of a round by phase.
+        seconds_by_width: mean seconds from the draft's end to the commit, by columns of the widest row.
         prefill_seconds: mean seconds a cell spends on reading prompts.
         theory: what acceptance and costs alone predict; None where nothing was drafted.
         agreement: of the texts with plain decoding's; the worst. None where texts are drawn freely.
@@ -100,8 +103,10 @@ class Row:
     interval: tuple[float, float] | None = None
     tau: float | None = None
     acceptance_by_depth: list[float] = field(default_factory=list)
+    acceptance_by_rank: list[float] = field(default_factory=list)
     drafted_by_round: float | None = None
     seconds_per_round: dict[str, float] = field(default_factory=dict)
+    seconds_by_width: dict[int, float] = field(default_factory=dict)
     prefill_seconds: float | None = None
     theory: Prediction | None = None
     agreement: Agreement | None = None
@@ -170,8 +175,10 @@ def _measured(row: Row, pairs: Sequence[_Pair], runs: Sequence[Run]) -> Row:
         interval=None if baseline else _interval(pairs),
         tau=stats.tau if stats.rounds else None,
         acceptance_by_depth=stats.acceptance_by_depth,
+        acceptance_by_rank=_ranks(runs),
         drafted_by_round=stats.drafted / stats.rounds if stats.rounds else None,
         seconds_per_round={phase: value / stats.rounds for phase, value in seconds.items()} if stats.rounds else {},
+        seconds_by_width=_widths(runs),
         prefill_seconds=sum(run["seconds"]["prefill"] for run in runs) / len(runs),
         theory=_predict(stats, seconds, _stats(plain), _phases(plain)),
         agreement=worst(agreements) if agreements else None,
@@ -216,6 +223,23 @@ def _phases(runs: Sequence[Run]) -> dict[str, float]:
     """Returns the seconds of decoding by phase; `other` is what no phase covers."""
     phases = {phase: sum(run["seconds"][phase] for run in runs) for phase in ("draft", "verify", "accept", "commit")}
     return phases | {"other": sum(map(_decode_seconds, runs)) - sum(phases.values())}
+
+
+def _ranks(runs: Sequence[Run]) -> list[float]:
+    tried, accepted = (
+        [sum(ranks) for ranks in itertools.zip_longest(*(run[name] for run in runs), fillvalue=0)]
+        for name in ("tried_by_rank", "accepted_by_rank")
+    )
+    return [hit / many for hit, many in zip(accepted, tried, strict=True)]
+
+
+def _widths(runs: Sequence[Run]) -> dict[int, float]:
+    totals: dict[int, list[float]] = {}
+    for width, rounds, seconds in (entry for run in runs for entry in run["passes"]):
+        total = totals.setdefault(width, [0, 0.0])
+        total[0] += rounds
+        total[1] += seconds
+    return {width: seconds / rounds for width, (rounds, seconds) in sorted(totals.items())}
 
 
 def _decode_seconds(run: Run) -> float:

@@ -1,4 +1,4 @@
-"""The report of a study: its records, summed up and shown as tables.
+"""The report of a study: its records, summed up and shown as tables, files and a page.
 
 This module knows records and rows; it runs nothing.
 """
@@ -16,12 +16,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from . import metrics
+from ..core.errors import InvalidRequest
+from . import metrics, plots
+from .export import Grid, Section, html_table, latex, markdown, page
 from .metrics import Row
-from .store import Record, read_records
+from .store import RESULTS, Record, read_records
 
 if TYPE_CHECKING:
     import pandas
+
+PAGE = "index.html"
 
 
 class Report:
@@ -66,16 +70,13 @@ class Report:
 
     def table(self, *, by_category: bool = False) -> Table:
         """Returns a table for `rich.print`; `print(report)` shows it as text."""
-        rows = self.rows_by_category if by_category else self.rows
+        grid = _grid(self.rows_by_category if by_category else self.rows)
         table = Table(box=None, pad_edge=False, header_style="bold")
-        varying = [name for name in _CONDITIONS if len({getattr(row, name) for row in rows}) > 1]
-        for name in varying:
-            table.add_column(_CONDITIONS[name], overflow="fold")
-        table.add_column("drafter", overflow="fold")
-        for heading in _HEADINGS:
-            table.add_column(heading, justify="right", overflow="fold")
-        for row in rows:
-            table.add_row(*(_text(getattr(row, name)) for name in varying), row.drafter, *cells(row))
+        for index, heading in enumerate(grid.headings):
+            label = index < grid.labels
+            table.add_column(heading, justify="left" if label else "right", overflow="fold", no_wrap=not label)
+        for line in grid.lines:
+            table.add_row(*line)
         return table
 
     def notes(self) -> list[str]:
@@ -93,8 +94,8 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Returns rows, rows by category, noise and notes as plain data."""
         return {
-            "rows": [asdict(row) | {"same_text": row.same_text} for row in self.rows],
-            "rows_by_category": [asdict(row) | {"same_text": row.same_text} for row in self.rows_by_category],
+            "rows": [_flat(row) for row in self.rows],
+            "rows_by_category": [_flat(row) for row in self.rows_by_category],
             "noise": self.noise,
             "noisy": self.noisy,
             "notes": self.notes(),
@@ -105,22 +106,99 @@ class Report:
         """Returns one line a row; nested figures become columns such as `seconds_per_round.draft`."""
         import pandas
 
-        rows = self.rows_by_category if by_category else self.rows
-        return pandas.json_normalize([asdict(row) | {"same_text": row.same_text} for row in rows])
+        return pandas.json_normalize([_flat(row) for row in (self.rows_by_category if by_category else self.rows)])
+
+    def plots(self) -> list[tuple[str, list[plots.Plot]]]:
+        """Returns the figures, set of conditions by set of conditions.
+
+        Raises:
+            ImportError: matplotlib is not installed (`pip install 'draftwood[plot]'`).
+        """
+        return [(_title(rows[0]), list(plots.draw(rows, self._categories(rows[0])))) for rows in self._groups()]
 
     def save(self, directory: str | Path) -> Path:
-        """Writes `report.json` and, where the study itself did not, `results.jsonl`; returns the directory."""
+        """Writes everything into a directory.
+
+        These are `index.html`, a page that needs no other file; `table.md`, `table.tex` and the figures as SVG and
+        PNG, for papers; `report.json`; and `results.jsonl`, unless the study is kept there already. Without
+        matplotlib there are no figures.
+
+        Returns:
+            The page.
+
+        Raises:
+            InvalidRequest: the directory cannot be written.
+        """
         place = Path(directory)
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "report.json").write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
-        return place
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            self._write(place)
+        except OSError as error:
+            raise InvalidRequest(f"cannot write the report to {str(place)!r}: {error}") from error
+        return place / PAGE
+
+    def _write(self, place: Path) -> None:
+        if not (place / RESULTS).exists():
+            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in self.records]
+            _put(place / RESULTS, "".join(lines))
+        _put(place / "report.json", json.dumps(self.to_json(), indent=1, ensure_ascii=False))
+        grids = {"table": _grid(self.rows), "table_by_category": _grid(self.rows_by_category)}
+        for name, grid in grids.items():
+            _put(place / f"{name}.md", markdown(grid))
+            _put(place / f"{name}.tex", latex(grid))
+        notes = self.notes()
+        try:
+            drawn = [figures for _, figures in self.plots()]
+        except ImportError:
+            drawn = [[] for _ in self._groups()]
+            notes.append("matplotlib is not installed, so there are no figures: pip install 'draftwood[plot]'")
+        sections = []
+        for index, (rows, figures) in enumerate(zip(self._groups(), drawn, strict=True), start=1):
+            sections.append(Section(_title(rows[0]), _grid(rows), _grid(self._categories(rows[0])), figures))
+            for figure in figures:
+                stem = figure.name if len(drawn) == 1 else f"{figure.name}-{index}"
+                _put(place / f"{stem}.svg", figure.svg)
+                (place / f"{stem}.png").write_bytes(figure.png)
+        _put(place / PAGE, page("Comparison of drafters", notes, sections, self._facts()))
+
+    def _groups(self) -> list[list[Row]]:
+        """Returns the rows, one list a set of conditions."""
+        groups: dict[str, list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault(_title(row), []).append(row)
+        return list(groups.values())
+
+    def _categories(self, like: Row) -> list[Row]:
+        return [row for row in self.rows_by_category if _title(row) == _title(like)]
+
+    def _facts(self) -> dict[str, str]:
+        if not self.records:
+            return {}
+        first, last = self.records[0]["environment"], self.records[-1]["environment"]
+        versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items() if version)
+        conditions = self.records[-1]["conditions"]
+        facts = {
+            "date": first["date"] if first["date"] == last["date"] else f"{first['date']} to {last['date']}",
+            "machine": f"{last['processor']}, {last['cores']} cores, {last['threads']} threads, {last['machine']}",
+            "device": last["device"],
+            "versions": versions,
+            "commit": str(last["commit"] or "installed"),
+            "seed": str(conditions["seed"]),
+            "new tokens": f"at most {conditions['max_new_tokens']} a prompt",
+        }
+        return facts | ({} if self.noise is None else {"noise": f"{self.noise:.1%} between repeats of plain decoding"})
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<li>{note}</li>" for note in self.notes())
+        return html_table(_grid(self.rows)) + (f"<ul>{notes}</ul>" if notes else "")
 
     def __str__(self) -> str:
-        console = Console(file=StringIO(), width=160, force_terminal=False)
+        text = StringIO()
+        console = Console(file=text, width=200, force_terminal=False)
         console.print(self.table())
         for note in self.notes():
-            console.print(note, markup=False)
-        return str(console.file.getvalue())  # type: ignore[attr-defined]
+            console.print(note, markup=False, soft_wrap=True)
+        return text.getvalue()
 
 
 _CONDITIONS = {
@@ -132,32 +210,67 @@ _CONDITIONS = {
     "prompt_set": "prompts",
     "category": "category",
 }
-_HEADINGS = ("tokens/s", "speedup", "95 %", "tau", "accepted by depth", "draft ms", "verify ms", "same text")
+_HEADINGS = (
+    "tokens/s",
+    "speedup",
+    "95 %",
+    "predicted",
+    "tau",
+    "accepted by depth",
+    "draft ms",
+    "verify ms",
+    "same text",
+)
+_DEPTHS = 5
+"""Depths shown in tables; the figures and the JSON have all."""
 
 
-def cells(row: Row) -> list[str]:
-    """Returns a row's figures as texts, in the order of the table's columns."""
+def _grid(rows: Sequence[Row]) -> Grid:
+    """Returns the table of some rows; conditions that are the same everywhere get no column."""
+    varying = [name for name in _CONDITIONS if len({getattr(row, name) for row in rows}) > 1]
+    headings = [*(_CONDITIONS[name] for name in varying), "drafter", *_HEADINGS]
+    lines = [[*(_text(getattr(row, name)) for name in varying), row.drafter, *_figures(row)] for row in rows]
+    return Grid(headings, lines, len(varying) + 1)
+
+
+def _figures(row: Row) -> list[str]:
     if row.tau is None:
         return [*["-"] * (len(_HEADINGS) - 1), "failed" if row.errors else "-"]
     interval = "" if row.interval is None else "{:.2f}-{:.2f}".format(*row.interval)
-    depths = " ".join(f"{rate:.2f}".removeprefix("0") for rate in row.acceptance_by_depth[:6])
-    times = [f"{row.seconds_per_round[phase] * 1e3:.1f}" for phase in ("draft", "verify")]
+    depths = " ".join(f"{rate:.2f}".removeprefix("0") for rate in row.acceptance_by_depth[:_DEPTHS])
     return [
         _text(row.tokens_per_second),
-        f"{row.speedup:.2f}x",
+        "-" if row.speedup is None else f"{row.speedup:.2f}x",
         interval,
+        "" if row.theory is None else f"{row.theory.speedup:.2f}x",
         f"{row.tau:.2f}",
         depths,
-        *times,
+        *(f"{row.seconds_per_round[phase] * 1e3:.1f}" for phase in ("draft", "verify")),
         row.same_text,
     ]
+
+
+def _title(row: Row) -> str:
+    lossy = "" if row.lossless else " (lossy)"
+    return (
+        f"{row.target}, {row.dtype}, rule {row.rule}{lossy}, temperature {row.temperature:g}, "
+        f"batch {row.batch_size}, prompts {row.prompt_set}"
+    )
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    return asdict(row) | {"seconds_by_width": list(row.seconds_by_width.items()), "same_text": row.same_text}
 
 
 def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}" if value.is_integer() else f"{value:.1f}"
-    return str(value)
+    return "-" if value is None else str(value)
 
 
 def _holds_one(interval: tuple[float, float]) -> bool:
     return interval[0] <= 1 <= interval[1]
+
+
+def _put(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

@@ -74,7 +74,7 @@ class Store:
     def append(self, record: Record) -> None:
         """Writes a record down for good."""
         if self.directory is None:
-            self._records.append(record)
+            self._records.append(json.loads(json.dumps(record)))  # what a file would give back
             return
         with self._locked(), open(self.directory / RESULTS, "ab+") as file:
             # The last line of a process that was killed while it wrote: no record, and none may be glued to it.

@@ -11,7 +11,7 @@ import heapq
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..core.errors import InvalidRequest
@@ -46,7 +46,8 @@ def expected_tokens_of_lengths(alpha: float, reaching: Sequence[float]) -> float
 
 def expected_tokens_by_depth(rates: Sequence[float]) -> float:
     """Expected committed tokens a round of a chain whose token d is accepted with rate d, given the ones before."""
-    return 1.0 + sum(itertools.accumulate(rates, operator.mul))
+    reached: Iterable[float] = itertools.accumulate(rates, operator.mul)
+    return 1.0 + sum(reached)
 
 
 def speedup(alpha: float, gamma: int, c: float, v: float = 1.0) -> float:
