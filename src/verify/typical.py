@@ -46,9 +46,8 @@ class Typical:
     ) -> Verdict:
         """Accepts the longest path above the bar, the likeliest of equally long ones; then draws from p."""
         tree = proposal.tree
-        log_p = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
-        p = log_p.exp()
-        entropy = -(p * (p + 1e-5).log()).sum(-1)
+        p = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        entropy = -(p + 1e-5).log_().mul_(p).sum(-1)
         bar = (self.delta * torch.exp(-entropy)).clamp(max=self.epsilon)  # [batch, 1 + nodes]
         rows = torch.arange(tree.batch, device=logits.device)[:, None]
         p_node = p[rows, tree.parents + 1, tree.tokens]  # [batch, nodes]
