@@ -1,7 +1,8 @@
 """Speculative sampling, leaf to root: a path is accepted as a whole, so that no early mismatch ends it too soon.
 
 Like rejection it knows the law of every node and nothing of the drafter, and commits text of the target's law; on
-the same drafts it accepts at least as many tokens. It reads the distributions of more nodes for that.
+the same drafts it accepts at least as many tokens: more where candidates were drawn on several levels, just as many
+where all were chosen. It reads the distributions of more nodes for that.
 """
 
 from __future__ import annotations

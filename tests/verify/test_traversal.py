@@ -23,6 +23,14 @@ def test_commits_at_least_as_much_as_rejection_on_the_same_drafts(shape: str, sc
     assert (max(gains) > 1e-3) == (shape != "wide")
 
 
+@pytest.mark.parametrize("shape", ["chain", "wide", "ragged"])
+def test_commits_just_as_much_as_rejection_when_candidates_were_chosen(shape: str) -> None:
+    for seed in range(5):
+        world, chosen = World(3, seed), SCHEMES["chosen"]
+        tau = expected_tau(Traversal(), world, SHAPES[shape], chosen)
+        assert tau == pytest.approx(expected_tau(Rejection(), world, SHAPES[shape], chosen), abs=1e-12)
+
+
 class TwoTokens(World):
     """The example of Sun et al. (arXiv:2403.10444), section 2: p = (1/3, 2/3), q = (2/3, 1/3) in every context."""
 
