@@ -1,5 +1,6 @@
 """Draftwood: draft trees, verify losslessly."""
 
+from .as_generate import as_generate
 from .core.drafter import Drafter, DraftSession, Observation
 from .core.errors import (
     DraftwoodError,
@@ -42,6 +43,7 @@ __all__ = [
     "UnsupportedModel",
     "Verdict",
     "VocabularyMismatch",
+    "as_generate",
     "compare",
     "hookimpl",
     "verify_drafters",

@@ -174,8 +174,8 @@ class Decoder:
         """
         single, many = _as_list(prompts)
         seconds = Seconds()
-        rows = self._rows(many, settings, per_prompt, seconds)
-        for _ in self._engine(rows).decode(rows, _positive("batch_size", batch_size), seconds):
+        rows = self.rows(many, settings, per_prompt, seconds)
+        for _ in self.engine(rows).decode(rows, _positive("batch_size", batch_size), seconds):
             pass
         done = [self._generation(row) for row in rows]
         return done[0] if single else done
@@ -190,12 +190,12 @@ class Decoder:
         if not single:
             raise InvalidRequest(f"stream takes one prompt, got a list of {len(many)}")
         seconds = Seconds()
-        rows = self._rows(many, settings, None, seconds)
+        rows = self.rows(many, settings, None, seconds)
         return self._stream(rows, seconds)
 
     def _stream(self, rows: list[Row], seconds: Seconds) -> Iterator[StreamStep]:
         shown = 0
-        for row, tokens, drafted in self._engine(rows).decode(rows, 1, seconds):
+        for row, tokens, drafted in self.engine(rows).decode(rows, 1, seconds):
             pieces = []
             for part, guessed in ((drafted, True), (len(tokens) - drafted, False)):
                 if part:
@@ -239,13 +239,14 @@ class Decoder:
                 raise InvalidRequest(f"token id {token} is outside the vocabulary of {size} (0 to {size - 1})")
         return [int(token) for token in ids]
 
-    def _rows(
+    def rows(
         self,
         prompts: Sequence[Prompt],
         settings: Mapping[str, Any],
         per_prompt: Sequence[Mapping[str, Any]] | None,
         seconds: Seconds,
     ) -> list[Row]:
+        """Returns the rows of a call, ready for the engine; arguments as of `generate`."""
         if per_prompt is not None and len(per_prompt) != len(prompts):
             raise InvalidRequest(f"per_prompt has {len(per_prompt)} entries for {len(prompts)} prompts")
         common = self._settings(settings)
@@ -275,7 +276,7 @@ class Decoder:
         target, limits = self.target, settings.limits
         max_tokens = _max_tokens(limits, len(tokens), target.context_length)
         pipeline = compile_pipeline(
-            settings.params, eos_token_ids=settings.eos, prompt=tokens, max_tokens=max_tokens, device=target.device
+            settings.params, eos_token_ids=settings.eos, prompt=tokens, max_tokens=max_tokens
         )
         return Row(
             key=key,
@@ -288,8 +289,8 @@ class Decoder:
             generator=draft_generator(limits.seed, key),
         )
 
-    def _engine(self, rows: Iterable[Row]) -> Engine:
-        """Resolves the rule for these rows: `auto` is greedy where no row samples."""
+    def engine(self, rows: Iterable[Row]) -> Engine:
+        """Returns the engine for these rows, its rule resolved: `auto` is greedy where no row samples."""
         hot = any(not row.pipeline.greedy for row in rows)
         rule = self._rule
         if isinstance(rule, str):
