@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftwood.core.drafter import Observation
-from draftwood.core.engine import Engine
 from draftwood.core.errors import InvalidRequest
 from draftwood.core.rule import RandomSource, SeededSource, draft_generator
-from draftwood.core.state import DecodeState
+from draftwood.core.state import DecodeState, Row
 from draftwood.core.stats import Seconds
 from draftwood.core.target import Target
 from draftwood.core.tree import ROOT
@@ -164,29 +164,34 @@ class Paper:
 
 
 def run(
-    target: Target, drafter: Lookahead, prompts: list[list[int]], rule: str = "greedy", batch_size: int = 8, **more: Any
-) -> tuple[list[Any], list[list[list[int]]]]:
-    """Returns the generations and, for each prompt, what each round committed."""
+    target: Target,
+    drafter: Lookahead,
+    prompts: list[list[int]],
+    rule: str = "greedy",
+    batch_size: int = 8,
+    per_prompt: list[dict[str, Any]] | None = None,
+    watch: Callable[[Observation], None] = lambda seen: None,
+    **more: Any,
+) -> tuple[list[Row], list[list[list[int]]]]:
+    """Returns the decoded rows and, for each, what each round committed."""
     decoder = Decoder(target, drafter, rule=rule)
     more = {"max_new_tokens": NEW_TOKENS, "eos_token_id": [], **more}
+    rows = decoder.rows(prompts, more, per_prompt, Seconds())
     rounds: list[list[list[int]]] = [[] for _ in prompts]
 
-    def watch(state: DecodeState, seen: Observation) -> None:
+    def note(state: DecodeState, seen: Observation) -> None:
         for index, tokens in zip(seen.rows, seen.verdict.tokens, strict=True):
             rounds[state.rows[index].key].append(tokens)
+        watch(seen)
 
-    build_engine = decoder._engine
-
-    def watched(rows: Any) -> Engine:
-        engine = build_engine(rows)
-        engine.watch = watch
-        return engine
-
-    decoder._engine = watched  # type: ignore[method-assign]
-    return decoder.generate(prompts, batch_size=batch_size, **more), rounds
+    engine = decoder.engine(rows)
+    engine.watch = note
+    for _ in engine.decode(rows, batch_size, Seconds()):
+        pass
+    return rows, rounds
 
 
-OPTIONS = [
+OPTIONS: list[dict[str, Any]] = [
     {"window": 5, "ngram": 4, "guesses": 3},
     {"window": 1, "ngram": 2, "guesses": 1},
     {"window": 4, "ngram": 2, "guesses": 5},
@@ -207,13 +212,13 @@ def paper(target: Target, options: dict[str, Any], **more: Any) -> Paper:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_greedy_steps_equal_the_papers(target: Target, options: dict[str, Any]) -> None:
-    [generation], [rounds] = run(target, Lookahead(**options), [PROMPT])
+    [row], [rounds] = run(target, Lookahead(**options), [PROMPT])
     expected = paper(target, options).steps(PROMPT, NEW_TOKENS)
     assert rounds == expected
     # The prefill round commits one token and is no draft round.
-    assert generation.stats.tau == pytest.approx((NEW_TOKENS - 1) / (len(expected) - 1))
+    assert row.stats.tau == pytest.approx((NEW_TOKENS - 1) / (len(expected) - 1))
     if options["window"] != 1:  # too narrow to guess anything in so short a text
-        assert (generation.stats.tau > 1.0) == (options["guesses"] is not None)
+        assert (row.stats.tau > 1.0) == (options["guesses"] is not None)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "coupled"])
@@ -237,16 +242,27 @@ def test_no_end_of_text_token_is_in_the_window() -> None:
         reference = paper(target, options)
         expected = reference.steps(PROMPT, NEW_TOKENS)
         assert reference.cells_with_eos > 3
-        [generation], [rounds] = run(target, Lookahead(**options), [PROMPT])
+        [row], [rounds] = run(target, Lookahead(**options), [PROMPT])
         assert rounds == expected
-        assert generation.tokens == plain
+        assert row.output == plain
+
+
+def test_the_prompt_is_learnt_from_only_if_asked_for(target: Target) -> None:
+    prompt = PROMPT + Decoder(target).generate(PROMPT, max_new_tokens=24, eos_token_id=[]).tokens + PROMPT
+    taus = []
+    for seeded in (False, True):
+        options: dict[str, Any] = {"window": None, "ngram": 3, "guesses": 4, "seed_from_prompt": seeded}
+        [row], [rounds] = run(target, Lookahead(**options), [prompt], max_new_tokens=20)
+        assert rounds == paper(target, options).steps(prompt, 20)
+        taus.append(row.stats.tau)
+    assert taus[0] < taus[1]
 
 
 def test_a_prompt_of_nothing_but_end_of_text(target: Target) -> None:
     [eos] = target.eos_token_ids
     plain = Decoder(target).generate([eos], max_new_tokens=12, eos_token_id=[])
-    [generation], _ = run(target, Lookahead(), [[eos]], max_new_tokens=12)
-    assert generation.tokens == plain.tokens
+    [row], _ = run(target, Lookahead(), [[eos]], max_new_tokens=12)
+    assert row.output == plain.tokens
 
 
 @pytest.mark.parametrize("rule", ["greedy", "rejection"])
@@ -269,32 +285,33 @@ def test_window_and_text_stop_where_the_context_ends() -> None:
     model = build("gpt2", n_layer=2, n_positions=24)
     target = Target(model)
     plain = Decoder(target).generate(PROMPT, max_length=24, eos_token_id=[])
-    for options in ({"window": 6, "ngram": 4}, {"window": 40}, {"window": None, "seed_from_prompt": True}):
-        [generation], _ = run(target, Lookahead(**options), [PROMPT], max_new_tokens=None, max_length=24)
-        assert generation.tokens == plain.tokens
-        assert len(generation.tokens) == 24 - len(PROMPT)
+    for drafter in (Lookahead(window=6, ngram=4), Lookahead(window=40), Lookahead(window=None, seed_from_prompt=True)):
+        [row], _ = run(target, drafter, [PROMPT], max_new_tokens=None, max_length=24)
+        assert row.output == plain.tokens
+        assert len(row.output) == 24 - len(PROMPT)
 
 
 def test_window_nodes_are_no_candidates(target: Target) -> None:
     sizes = []
 
-    def watch(_: DecodeState, seen: Observation) -> None:
+    def watch(seen: Observation) -> None:
         tree = seen.proposal.tree
-        if tree.width:
-            assert tree.candidate is not None
-            sizes.append((tree.width - int(tree.candidate.sum()), tree.width))
-            assert bool(tree.candidate[0, seen.verdict.paths[0]].all())
+        assert tree.candidate is not None or not tree.width
+        candidates = 0 if tree.candidate is None else int(tree.candidate.sum())
+        assert tree.candidate is None or bool(tree.candidate[0, seen.verdict.paths[0]].all())
+        sizes.append((tree.width - candidates, candidates))
 
-    decoder = Decoder(target, Lookahead(window=5, ngram=4, guesses=3))
-    rows = decoder._rows([PROMPT], {"max_new_tokens": NEW_TOKENS, "eos_token_id": []}, None, Seconds())
-    engine = decoder._engine(rows)
-    engine.watch = watch
-    for _ in engine.decode(rows, 1, Seconds()):
-        pass
+    [row], _ = run(target, Lookahead(window=5, ngram=4, guesses=3), [PROMPT], watch=watch)
     # W + N - 3 = 6 nodes, then 5 + 6, then (N - 1) W - 1 at every step; the root is a cell of the first level.
-    assert [idle for idle, _ in sizes[:4]] == [6, 11, 14, 14]
-    assert max(width - idle for idle, width in sizes) > 3
-    assert rows[0].stats.drafted == sum(width - idle for idle, width in sizes)
+    assert [idle for idle, _ in sizes[:5]] == [0, 6, 11, 14, 14]
+    assert max(candidates for _, candidates in sizes) > 3
+    assert row.stats.drafted == sum(candidates for _, candidates in sizes)
+
+
+def test_nothing_is_drafted_for_the_last_token(target: Target) -> None:
+    widths: list[int] = []
+    run(target, Lookahead(), [PROMPT], max_new_tokens=3, watch=lambda seen: widths.append(seen.proposal.tree.width))
+    assert widths == [0, 9, 0]
 
 
 @given(st.integers(1, 6), st.integers(2, 6), st.data())
