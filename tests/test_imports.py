@@ -19,18 +19,20 @@ MAY_IMPORT = {
     "drafters": {"core"},
     "plugins": {"core", "verify", "drafters"},
     "decoder": {"core", "plugins"},
+    "as_generate": {"core", "plugins", "decoder"},
     "study": {"core", "plugins", "decoder"},
-    "__init__": {"core", "plugins", "decoder", "study"},
-    "cli": {"core", "plugins", "decoder", "study", "__init__"},
+    "__init__": {"core", "plugins", "decoder", "as_generate", "study"},
+    "cli": {"core", "plugins", "decoder", "as_generate", "study", "__init__"},
     "training": {"core", "verify", "drafters", "plugins", "decoder", "study", "__init__"},
 }
 LAZILY = {"cli": {"training"}}
 
-KNOW_TRANSFORMERS = re.compile(r"core/(target|cache|views)\.py|drafters/(medusa|eagle)/.*|training/.*")
+KNOW_TRANSFORMERS = re.compile(r"core/(target|anatomy|cache|views)\.py|drafters/(medusa|eagle)/.*|training/.*")
 # The generation API and the types that are handed through are anyone's; `Auto*` belongs to loading.
-PROCESSING = r"\w*(LogitsProcessor|LogitsWarper|LogitNormalization|LengthPenalty|Criteria)(List)?"
+PROCESSING = r"\w*(LogitsProcessor|LogitsWarper|LogitNormalization|LengthPenalty|Criteria)(List)?|generation\.[\w.]+"
 ANYONE = rf"({PROCESSING}|GenerationConfig|WatermarkingConfig|PreTrainedModel|PreTrainedTokenizerBase)"
-LOADING = rf"({ANYONE}|Auto\w+|GgufConfig)"
+LOADING = rf"({ANYONE}|Auto\w+)"
+GENERATING = rf"({ANYONE}|generation\..*)"
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[tuple[str, bool]]:
@@ -81,7 +83,7 @@ def violations(path: str, source: str) -> list[str]:
             if target not in allowed:
                 found.append(f"{path} imports {name}: {part} may import {sorted(allowed)}")
         elif top == "transformers" and not KNOW_TRANSFORMERS.fullmatch(path):
-            known = LOADING if path == "core/loading.py" else ANYONE
+            known = {"core/loading.py": LOADING, "as_generate.py": GENERATING}.get(path, ANYONE)
             if not re.fullmatch(known, ".".join(rest)):
                 found.append(f"{path} imports {name}: transformers' modelling and cache API is not its business")
     return found
