@@ -135,9 +135,9 @@ def tables(draw: Any) -> Callable[[int, Text], Tensor]:
 @settings(deadline=None, max_examples=150)
 @given(
     q=tables(),
-    branching=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    branching=st.lists(st.integers(1, 3), min_size=1, max_size=4) | st.sampled_from([[3, 2, 2, 1], [2, 3, 3]]),
     nodes=st.none() | st.integers(1, 12),
-    width=st.none() | st.integers(1, 3),
+    width=st.sampled_from([None, 1, 2, 2, 3]),
     depths=st.lists(st.sampled_from([0, 1, 2, 4, 4]), min_size=1, max_size=3),
     confidence=st.just(0.0) | st.floats(0.0, 0.9) | st.lists(st.floats(0.0, 0.9), min_size=3, max_size=3),
 )
