@@ -25,6 +25,8 @@ class BuiltIn:
         add("none", f"{home}.none:NoDrafter", summary="drafts nothing: plain decoding, the baseline")
         add("prompt-lookup", f"{home}.prompt_lookup:PromptLookup", summary="what followed the last words before")
         add("draft-model", f"{home}.draft_model:DraftModel", summary="a smaller model of the same vocabulary")
+        add("layer-skip", f"{home}.layer_skip:LayerSkip", summary="the target without some of its sub-layers")
+        add("early-exit", f"{home}.early_exit:EarlyExit", summary="the target's first layers; the others verify")
 
     @hookimpl
     def register_rules(self, registry: Catalog[Rule]) -> None:
