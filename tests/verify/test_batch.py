@@ -61,7 +61,7 @@ def test_temperature_zero_commits_what_greedy_decoding_would(rule: Rule, batch: 
 
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_logits_and_law_of_any_precision(rule: Rule, dtype: torch.dtype) -> None:
+def test_logits_of_any_precision(rule: Rule, dtype: torch.dtype) -> None:
     proposal = Proposal.empty(2)
     logits = torch.tensor([[[0.0, 9.0, -torch.inf]], [[-torch.inf, -torch.inf, 3.0]]], dtype=dtype)
     verdict = rule.verify(proposal, logits, [SeededSource(0, 0), SeededSource(0, 1)], [0, 5])
