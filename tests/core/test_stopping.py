@@ -76,11 +76,19 @@ def naive_end(tokenizer, strings: list[str], tokens: list[int], prompt_length: i
 strings_to_stop = st.lists(st.text(ALPHABET, min_size=1, max_size=6), min_size=1, max_size=3)
 
 
+@st.composite
+def texts_and_strings(draw):
+    """Strings that may occur in the text, and one that does."""
+    text = draw(st.text(ALPHABET, min_size=2, max_size=40))
+    begin = draw(st.integers(0, len(text) - 1))
+    return text, [text[begin : begin + draw(st.integers(1, 6))], *draw(strings_to_stop)[1:]]
+
+
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@given(text=st.text(ALPHABET, min_size=2, max_size=40), strings=strings_to_stop, data=st.data())
-@settings(deadline=None, max_examples=150)
-def test_stop_strings_end_a_text_where_decoding_it_all_anew_would(kind, text, strings, data):
-    tokenizer = TOKENIZERS[kind]
+@given(case=texts_and_strings(), data=st.data())
+@settings(deadline=None, max_examples=200)
+def test_stop_strings_end_a_text_where_decoding_it_all_anew_would(kind, case, data):
+    tokenizer, (text, strings) = TOKENIZERS[kind], case
     tokens = tokenizer.encode(text)
     boundaries = [n for n in range(len(tokens)) if not tokenizer.decode(tokens[:n]).endswith("\ufffd")]
     prompt_length = data.draw(st.sampled_from(boundaries))
