@@ -13,6 +13,7 @@ from .core.drafter import Drafter
 from .core.errors import DuplicateName
 from .core.registry import PROJECT, Catalog, Registry, hookimpl
 from .core.rule import Rule
+from .drafters.merged import Merged
 
 
 class BuiltIn:
@@ -25,6 +26,7 @@ class BuiltIn:
         add("none", f"{home}.none:NoDrafter", summary="drafts nothing: plain decoding, the baseline")
         add("prompt-lookup", f"{home}.prompt_lookup:PromptLookup", summary="what followed the last words before")
         add("draft-model", f"{home}.draft_model:DraftModel", summary="a smaller model of the same vocabulary")
+        add("lookahead", f"{home}.lookahead:Lookahead", summary="n-grams from a window of parallel guesses")
         add("layer-skip", f"{home}.layer_skip:LayerSkip", summary="the target without some of its sub-layers")
         add("early-exit", f"{home}.early_exit:EarlyExit", summary="the target's first layers; the others verify")
 
@@ -53,6 +55,7 @@ def load_registry(extras: Iterable[object] = ()) -> Registry:
         DuplicateName: two plugins claim one name.
     """
     registry = Registry()
+    registry.merger = Merged
     registry.register(BuiltIn(), PROJECT)
     for entry_point in sorted(entry_points(group=PROJECT), key=_label):
         try:
