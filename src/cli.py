@@ -1,4 +1,4 @@
-"""The command line: `draftwood drafters | generate | compare | verify | theory`.
+"""The command line: `draftwood drafters | generate | compare | report | verify | theory`.
 
 Results go to stdout, progress and remarks to stderr. Whatever Draftwood refuses is one line on stderr and exit
 code 2; an interrupt is exit code 130.
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import cli_study
-from .cli_common import Commands, DType, JsonFlag, Model, out, print_json, remark
+from .cli_common import Commands, Device, DType, JsonFlag, Model, out, print_json, remark
 from .core.errors import InvalidRequest
 from .core.registry import Catalog
 from .decoder import Decoder, StreamStep
@@ -31,6 +31,7 @@ app = typer.Typer(
     help="Draft trees, verify losslessly: speculative decoding on unmodified transformers models.",
 )
 app.command()(cli_study.compare)
+app.command()(cli_study.report)
 app.command()(cli_study.verify)
 app.command()(cli_study.theory)
 
@@ -88,6 +89,7 @@ def generate(
         bool | None, typer.Option("--chat/--raw", help="Use the chat template, or not; default: if there is one.")
     ] = None,
     dtype: DType = None,
+    device: Device = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Generate a text; on a terminal, tokens that the drafter had guessed are coloured."""
@@ -100,7 +102,7 @@ def generate(
     registry = load_registry()
     registry.create_drafter(spec.name, spec.options)  # a typing error should not wait for the model
     decoder = Decoder(
-        cli_study.load_target(model, dtype), drafter, drafter_options=spec.options, rule=rule, registry=registry
+        cli_study.load_target(model, dtype, device), drafter, drafter_options=spec.options, rule=rule, registry=registry
     )
     asked = _render(decoder, text, chat)
     if json_output:

@@ -21,6 +21,7 @@ Model = Annotated[
     str, typer.Argument(help="A directory, a hub id, a .gguf file, or `smollm2`, the packaged demo model.")
 ]
 DType = Annotated[str | None, typer.Option(help="Type of the target's weights, such as bfloat16.")]
+Device = Annotated[str | None, typer.Option(help="Where the target runs; default: the accelerator, if there is one.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

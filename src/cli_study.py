@@ -1,4 +1,4 @@
-"""The commands that measure: `compare`, `verify`, `theory`."""
+"""The commands of studies: `compare`, `report`, `verify`, `theory`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .cli_common import DType, JsonFlag, Model, err, out, print_json, remark
+from .cli_common import Device, DType, JsonFlag, Model, err, out, print_json, remark
 from .core.target import Target
 from .study import run
 from .study import theory as theories
+from .study.environment import default_device
+from .study.prompts import PromptSet, load_prompts
+from .study.report import Report
 from .study.spec import DrafterSpec, parse_specs
 from .study.verification import Verification, verify_drafters
 
@@ -25,8 +28,10 @@ Drafters = Annotated[
     typer.Argument(help="Drafters: `prompt-lookup`, `prompt-lookup:gamma=8,max_ngram=3`; `gamma=4|8` is a grid."),
 ]
 Prompts = Annotated[
-    str | None,
-    typer.Option(help="question.jsonl, a text file (one prompt a line), or dataset:NAME,split=...,column=..."),
+    list[str] | None,
+    typer.Option(
+        help="question.jsonl, a text file (a prompt a line), or dataset:NAME,split=...,column=...; repeatable."
+    ),
 ]
 Limit = Annotated[int | None, typer.Option(help="Most prompts, from all categories in turn.")]
 Tokens = Annotated[int, typer.Option(help="New tokens a prompt.")]
@@ -47,6 +52,7 @@ def compare(
     drafters: Drafters = None,
     prompts: Prompts = None,
     limit: Limit = None,
+    target: Annotated[list[str] | None, typer.Option(help="A further model to compare on; may be repeated.")] = None,
     rule: Annotated[list[str] | None, typer.Option(help="Acceptance rule; may be repeated.  [default: auto]")] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; may be repeated.  [default: 0]")] = None,
     batch_size: BatchSizes = None,
@@ -55,6 +61,7 @@ def compare(
     seed: Seed = 0,
     chat: ChatFlag = None,
     dtype: DType = None,
+    device: Device = None,
     study: Annotated[
         Path | None,
         typer.Option("--out", help="Directory of the study: finished cells are kept, and a killed study goes on."),
@@ -68,10 +75,10 @@ def compare(
         drafters, limit, max_new_tokens = drafters or DEMO_DRAFTERS, limit or DEMO_PROMPTS, DEMO_TOKENS
         dtype = dtype or demo_dtype()
     with _progress() as progress:
-        report = run.compare(
-            model,
+        found = run.compare(
+            [model, *(target or [])],
             _specs(drafters),
-            prompts=prompts,
+            prompts=_prompt_sets(prompts),
             limit=limit,
             rules=rule or ["auto"],
             temperatures=temperature or [0.0],
@@ -81,22 +88,26 @@ def compare(
             seed=seed,
             chat=chat,
             dtype=dtype,
+            device=device,
             directory=study,
             progress=progress,
         )
     if study is not None:
-        remark(f"report in {report.save(study)}")
-    if json_output:
-        print_json(report.to_json())
-    else:
-        if by_category or demo:
-            out.print(report.table(by_category=True))
-            out.print()
-        out.print(report.table())
-        for note in report.notes():
-            remark(note)
-    if any(row.errors and not row.cells for row in report.rows):
+        remark(f"report in {found.save(study)}")
+    _print_report(found, by_category or demo, json_output)
+    if any(row.errors and not row.cells for row in found.rows):
         raise typer.Exit(1)
+
+
+def report(
+    study: Annotated[Path, typer.Argument(help="Directory that `compare --out` wrote, finished or not.")],
+    by_category: Annotated[bool, typer.Option("--by-category", help="One row a category.")] = False,
+    json_output: JsonFlag = False,
+) -> None:
+    """Show a study that was kept with `compare --out`, and write its page anew."""
+    found = Report.load(study)
+    remark(f"report in {found.save(study)}")
+    _print_report(found, by_category, json_output)
 
 
 def verify(
@@ -110,6 +121,7 @@ def verify(
     seed: Seed = 0,
     chat: ChatFlag = None,
     dtype: DType = None,
+    device: Device = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Check that drafters give plain decoding's text; exit 1 if one differs by more than a near tie."""
@@ -118,13 +130,14 @@ def verify(
             model,
             _specs(drafters),
             coupled=coupled,
-            prompts=prompts,
+            prompts=_prompt_sets(prompts),
             limit=limit,
             batch_sizes=batch_size or [1],
             max_new_tokens=max_new_tokens,
             seed=seed,
             chat=chat,
             dtype=dtype,
+            device=device,
             progress=progress,
         )
     if json_output:
@@ -169,10 +182,10 @@ def theory(
     out.print(f"best gamma: {best}" + (" (do not draft)" if best == 0 else ""))
 
 
-def load_target(model: str, dtype: str | None) -> Target:
+def load_target(model: str, dtype: str | None, device: str | None) -> Target:
     """Loads the target, saying so while it takes its time."""
     with err.status(f"loading {model}"):
-        return Target.from_pretrained(model, dtype=dtype)
+        return Target.from_pretrained(model, dtype=dtype, device=device or default_device())
 
 
 def demo_dtype() -> str | None:
@@ -183,6 +196,10 @@ def demo_dtype() -> str | None:
 
 def _specs(drafters: list[str] | None) -> list[DrafterSpec]:
     return [spec for word in drafters or DEMO_DRAFTERS for spec in parse_specs(word)]
+
+
+def _prompt_sets(prompts: list[str] | None) -> list[PromptSet]:
+    return [load_prompts(source) for source in prompts or [None]]
 
 
 @contextmanager
@@ -203,6 +220,18 @@ def _progress() -> Iterator[run.Progress]:
             bar.update(task, completed=done, total=total, description=what[:40])
 
         yield report
+
+
+def _print_report(report: Report, by_category: bool, json_output: bool) -> None:
+    if json_output:
+        print_json(report.to_json())
+        return
+    if by_category:
+        out.print(report.table(by_category=True))
+        out.print()
+    out.print(report.table())
+    for note in report.notes():
+        remark(note)
 
 
 def _print_verifications(found: list[Verification]) -> None:

@@ -91,6 +91,7 @@ class Bench:
             "prompts": cell.prompt_ids,
             "repeat": cell.repeat,
             "lossless": self._lossless,
+            "drafters": list(labels),
             "runs": runs,
             "environment": environment(self.target),
         }

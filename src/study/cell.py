@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 
 from ..core.target import Target
 from .prompts import PromptSet, StudyPrompt
@@ -35,32 +36,23 @@ class Conditions:
 
     target: str
     dtype: str
-    rule: str
-    temperature: float
-    batch_size: int
-    max_new_tokens: int
-    seed: int
-    chat: bool
+    rule: str = "auto"
+    temperature: float = 0.0
+    batch_size: int = 1
+    max_new_tokens: int = 64
+    seed: int = 0
+    chat: bool = False
 
     @classmethod
     def of(
-        cls,
-        target: Target,
-        source: Target | str,
-        rule: str,
-        temperature: float,
-        batch_size: int,
-        max_new_tokens: int,
-        seed: int,
-        chat: bool | None,
+        cls, target: Target, source: Target | str | Path, *, max_new_tokens: int, seed: int, chat: bool | None
     ) -> Conditions:
         """Fills in what the target knows: its name, its type, whether it has a chat template."""
-        name = (
-            source if isinstance(source, str) else str(target.model.config.name_or_path or type(target.model).__name__)
-        )
+        known = source if not isinstance(source, Target) else target.model.config.name_or_path
         chat = bool(getattr(target.tokenizer, "chat_template", None)) if chat is None else chat
         dtype = str(target.dtype).removeprefix("torch.")
-        return cls(name, dtype, rule, float(temperature), batch_size, max_new_tokens, seed, chat)
+        name = str(known or type(target.model).__name__)
+        return cls(name, dtype, chat=chat, max_new_tokens=max_new_tokens, seed=seed)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,13 @@ def environment(target: Target) -> dict[str, Any]:
     }
 
 
+def default_device() -> str | None:
+    """Returns this process's own accelerator, by the LOCAL_RANK that launchers set; None for the CPU."""
+    if not torch.cuda.is_available():
+        return None
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+
+
 @cache
 def _fixed() -> dict[str, Any]:
     packages = ("torch", "transformers", "draftwood")

@@ -46,7 +46,7 @@ def html_table(grid: Grid) -> str:
     """Returns a bare `<table>`."""
 
     def line(cells: Sequence[str], tag: str) -> str:
-        kinds = ["label" if column < grid.labels else "figure" for column in range(len(cells))]
+        kinds = ["label" if column < grid.labels else "number" for column in range(len(cells))]
         return "".join(
             f'<{tag} class="{kind}">{html.escape(cell)}</{tag}>' for kind, cell in zip(kinds, cells, strict=True)
         )
@@ -117,23 +117,26 @@ _TERMS = {
 _STYLE = """
 :root { color-scheme: light; --line: #e2e2e2; --soft: #f6f6f4; }
 * { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1120px; padding: 1.2rem; color: #1c1c1c; background: #fff;
+body { margin: 0 auto; max-width: 1200px; padding: 1.2rem; color: #1c1c1c; background: #fff;
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 h1 { font-size: 1.6rem; margin: .2rem 0 1rem; }
 h2 { font-size: 1.15rem; margin: 2rem 0 .6rem; overflow-wrap: anywhere; }
 .notes { margin: 0; padding: .7rem 1rem .7rem 2rem; background: #fff6dd; border-left: 4px solid #E69F00;
   overflow-wrap: anywhere; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { text-align: left; background: var(--soft); } th.figure, td.figure { text-align: right; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .35rem .55rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { text-align: left; background: var(--soft); }
+th.number, td.number { text-align: right; }
 tbody tr:hover { background: var(--soft); }
-.plots { display: grid; gap: 1rem; margin: 1rem 0;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
-figure { margin: 0; padding: .8rem; border: 1px solid var(--line); border-radius: 6px; }
-figcaption { font-size: .88rem; margin-bottom: .5rem; } img { width: 100%; height: auto; display: block; }
+.plots { columns: 2 420px; column-gap: 1rem; margin: 1rem 0; }
+figure { break-inside: avoid; margin: 0 0 1rem; padding: .8rem; border: 1px solid var(--line); border-radius: 6px; }
+figcaption { font-size: .88rem; margin-bottom: .5rem; }
+img { width: 100%; height: auto; display: block; }
 summary { cursor: pointer; padding: .3rem 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; font-size: .9rem; margin: 0; }
-dt { font-weight: 600; } dd { margin: 0; overflow-wrap: anywhere; }
+dt { font-weight: 600; }
+dd { margin: 0; overflow-wrap: anywhere; }
 @media (max-width: 520px) { body { padding: .8rem; } dl { grid-template-columns: 1fr; } dd { margin-bottom: .4rem; } }
 """
 

@@ -22,6 +22,8 @@ from .theory import break_even_alpha, expected_tokens_of_lengths
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
+FEWEST = 5
+"""Cells below which a bootstrap interval would say more about luck than about the drafter."""
 NOISY = 0.10
 """Repeated runs of plain decoding that differ by more than this (root mean square) make a study `noisy`."""
 
@@ -72,7 +74,7 @@ class Row:
         tokens_per_second: of decoding; None where nothing could be measured.
         speedup: seconds a token of plain decoding over seconds a token of this drafter, totals over the very same
             prompts; for equal texts the ratio of total times.
-        interval: of the speedup, by bootstrap over the cells; None with fewer than two cells.
+        interval: of the speedup, by bootstrap over the cells; None with too few of them to tell.
         tau: mean tokens a round commits, bonus token counted.
         acceptance_by_depth: accepted at depth d, over rounds that got so far and drafted to d.
         acceptance_by_rank: how often the r-th sibling is the accepted one, over nodes that had so many.
@@ -139,8 +141,7 @@ def rows(records: Sequence[Record], *, by_category: bool = False) -> list[Row]:
 
 
 def _group_rows(records: Sequence[Record], category: str | None) -> list[Row]:
-    labels = list(dict.fromkeys(run["drafter"] for record in records for run in record["runs"]))
-    labels.sort(key=lambda label: label != "none")
+    labels = dict.fromkeys(label for record in records for label in record["drafters"])
     return [_row(records, category, label) for label in labels]
 
 
@@ -270,7 +271,7 @@ def _interval(pairs: Sequence[_Pair]) -> tuple[float, float] | None:
     """The middle 95 % of the speedups of resampled cells (percentile bootstrap)."""
     totals = _totals(pairs)
     totals = totals[(totals > 0).all(1)]  # texts that ended with the prompt's own token took no time
-    if len(totals) < 2:
+    if len(totals) < FEWEST:
         return None
     drawn = np.random.default_rng(0).integers(len(totals), size=(RESAMPLES, len(totals)))
     ends = np.quantile(_ratio(totals[drawn].sum(1)), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])

@@ -27,6 +27,7 @@ _STYLE: dict[Any, Any] = {
     "grid.color": "#e5e5e5",
     "axes.axisbelow": True,
     "svg.fonttype": "none",
+    "text.parse_math": False,
     "svg.hashsalt": "draftwood",
     "legend.frameon": False,
 }
@@ -77,7 +78,7 @@ def draw(rows: Sequence[Row], by_category: Sequence[Row]) -> Iterator[Plot]:
             "Totals over the same prompts, with 95 % bootstrap intervals. Left of the line is slower than plain.",
             [*drafted, *categories] if len({row.category for row in categories}) > 1 else drafted,
             _speedups,
-            0.9 + 0.22 * (len(drafted) + len(categories)) + 0.1 * len({row.category for row in categories}),
+            1.0 + 0.22 * (len(drafted) + len(categories)) + 0.2 * len({row.drafter for row in drafted}),
         ),
         (
             "acceptance",
@@ -93,7 +94,7 @@ def draw(rows: Sequence[Row], by_category: Sequence[Row]) -> Iterator[Plot]:
             "Milliseconds a committed token, by phase.",
             shown,
             _time_split,
-            1.1 + 0.3 * len(shown),
+            1.3 + 0.3 * len(shown),
         ),
         (
             "width",
@@ -183,7 +184,8 @@ def _time_split(axes: Axes, rows: Sequence[Row]) -> None:
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("ms a token")
-    axes.legend(fontsize=8, ncols=len(_PHASES), loc="lower center", bbox_to_anchor=(0.4, 1.0), columnspacing=0.8)
+    # Fonts differ between here and the reader's browser: the legend gets room to spare.
+    axes.figure.legend(fontsize=8, ncols=3, loc="outside upper center")
 
 
 def _with_widths(rows: Sequence[Row]) -> list[Row]:
@@ -231,4 +233,8 @@ def _legend(axes: Axes, rows: Sequence[Row]) -> None:
     handles = [
         Line2D([], [], color=colour, marker="o", label=name) for name, colour in colours(rows).items() if name != "none"
     ]
-    axes.legend(handles=handles, fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
+    axes.figure.legend(handles=handles, fontsize=8, loc="outside upper center", ncols=1 if _long(rows) else 2)
+
+
+def _long(rows: Sequence[Row]) -> bool:
+    return max(len(row.drafter) for row in rows) > 24

@@ -5,6 +5,7 @@ This module knows records and rows; it runs nothing.
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -81,12 +82,12 @@ class Report:
 
     def notes(self) -> list[str]:
         """Returns what a reader of the table must know: errors, noise, lossy rules."""
-        notes = [f"{row.drafter}: {error}" for row in self.rows for error in row.errors]
+        notes = [f"{self._name(row)}: {error}" for row in self.rows for error in row.errors]
         if self.noisy and self.noise is not None:
             notes.append(f"the machine is noisy: repeated plain decoding differs by {self.noise:.0%}")
-        unclear = dict.fromkeys(row.drafter for row in self.rows if row.interval and _holds_one(row.interval))
+        unclear = [self._name(row) for row in self.rows if row.interval and _holds_one(row.interval)]
         if unclear:
-            notes.append(f"too close to plain decoding to tell: {', '.join(unclear)}")
+            notes.append(f"too close to plain decoding to tell: {'; '.join(unclear)}")
         lossy = dict.fromkeys(row.rule for row in self.rows if not row.lossless)
         notes += [f"the rule {rule} is lossy: its text is not the target's" for rule in lossy]
         return list(dict.fromkeys(notes))
@@ -161,6 +162,11 @@ class Report:
                 (place / f"{stem}.png").write_bytes(figure.png)
         _put(place / PAGE, page("Comparison of drafters", notes, sections, self._facts()))
 
+    def _name(self, row: Row) -> str:
+        """Returns the drafter, with the conditions that are not the same in all rows."""
+        conditions = [f"{_CONDITIONS[name]} {_text(getattr(row, name))}" for name in _varying(self.rows)]
+        return row.drafter + (f" ({', '.join(conditions)})" if conditions else "")
+
     def _groups(self) -> list[list[Row]]:
         """Returns the rows, one list a set of conditions."""
         groups: dict[str, list[Row]] = {}
@@ -189,7 +195,7 @@ class Report:
         return facts | ({} if self.noise is None else {"noise": f"{self.noise:.1%} between repeats of plain decoding"})
 
     def _repr_html_(self) -> str:
-        notes = "".join(f"<li>{note}</li>" for note in self.notes())
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes())
         return html_table(_grid(self.rows)) + (f"<ul>{notes}</ul>" if notes else "")
 
     def __str__(self) -> str:
@@ -227,10 +233,14 @@ _DEPTHS = 5
 
 def _grid(rows: Sequence[Row]) -> Grid:
     """Returns the table of some rows; conditions that are the same everywhere get no column."""
-    varying = [name for name in _CONDITIONS if len({getattr(row, name) for row in rows}) > 1]
+    varying = _varying(rows)
     headings = [*(_CONDITIONS[name] for name in varying), "drafter", *_HEADINGS]
     lines = [[*(_text(getattr(row, name)) for name in varying), row.drafter, *_figures(row)] for row in rows]
     return Grid(headings, lines, len(varying) + 1)
+
+
+def _varying(rows: Sequence[Row]) -> list[str]:
+    return [name for name in _CONDITIONS if len({getattr(row, name) for row in rows}) > 1]
 
 
 def _figures(row: Row) -> list[str]:

@@ -7,7 +7,10 @@ sums nothing up.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +20,32 @@ from ..core.target import Target
 from ..plugins import load_registry
 from .bench import Bench
 from .cell import Cell, Conditions, plan
+from .environment import default_device
 from .prompts import PromptSet, load_prompts
 from .report import Report
 from .spec import DrafterSpec, as_spec, unique
-from .store import Store
+from .store import Record, Store
 
 Progress = Callable[[int, int, str], None]
 """Called with cells done, cells in all and what is being done."""
 
 
 def compare(
-    target: Target | str | Sequence[Target | str],
+    target: Target | str | Path | Sequence[Target | str | Path],
     drafters: Sequence[Any] = ("prompt-lookup",),
     *,
     prompts: Any = None,
     limit: int | None = None,
     rules: Sequence[str] = ("auto",),
     temperatures: Sequence[float] = (0.0,),
+    kinds: Sequence[tuple[str, float]] | None = None,
     batch_sizes: Sequence[int] = (1,),
     max_new_tokens: int = 64,
     repeats: int = 1,
     seed: int = 0,
     chat: bool | None = None,
     dtype: str | None = None,
+    device: str | None = None,
     directory: str | Path | None = None,
     registry: Registry | None = None,
     progress: Progress | None = None,
@@ -51,18 +57,20 @@ def compare(
 
     Args:
         target: a `Target`, what `Target.from_pretrained` takes, or a list of these.
-        drafters: names, (name, options) pairs or built `Drafter`s.
+        drafters: names (`"prompt-lookup:gamma=4"` too), (name, options) pairs or built `Drafter`s.
         prompts: a file, a list, a `PromptSet`, a list of `PromptSet`s, or None for the packaged prompts; see
             `load_prompts`.
         limit: most prompts of a set, taken from its categories in turn.
         rules: names of acceptance rules.
         temperatures: 0 is greedy.
+        kinds: (rule, temperature) pairs, in place of every rule at every temperature.
         batch_sizes: how many prompts are decoded together.
         max_new_tokens: of each text.
         repeats: how often everything is run; the seed goes up by one each time.
         seed: of all randomness.
         chat: render prompts with the chat template; None does so where there is one.
         dtype: of targets that are loaded here.
+        device: of targets that are loaded here; None takes this process's accelerator, if there is one.
         directory: where finished cells are kept; a study that was killed goes on there, and several processes may
             share it. None keeps them in memory.
         registry: plugins to choose from; the built-in and installed ones when None.
@@ -74,24 +82,37 @@ def compare(
         ModelNotFound: no such target.
     """
     registry = registry or load_registry()
-    specs = unique([as_spec(drafter) for drafter in drafters])
-    _check(registry, specs, rules, temperatures=temperatures, batch_sizes=batch_sizes, counts=(max_new_tokens, repeats))
+    specs = unique([as_spec(drafter) for drafter in _listed("drafters", drafters)])
+    if kinds is None:
+        kinds = list(itertools.product(_listed("rules", rules), _listed("temperatures", temperatures)))
+    _check_plugins(registry, specs, kinds)
+    sizes = [("a batch size", size) for size in _listed("batch_sizes", batch_sizes)]
+    _check_counts([("max_new_tokens", max_new_tokens), ("repeats", repeats), *sizes])
     sets = _prompt_sets(prompts, limit)
     store = Store(None if directory is None else Path(directory))
-    targets = [target] if isinstance(target, Target | str) else list(target)
+    targets = [target] if isinstance(target, Target | str | Path) else list(target)
     keys: list[str] = []
     for place, one in enumerate(targets):
-        loaded = one if isinstance(one, Target) else Target.from_pretrained(one, dtype=dtype)
+        loaded = one
+        if not isinstance(loaded, Target):
+            loaded = Target.from_pretrained(loaded, dtype=dtype, device=device or default_device())
+        common = Conditions.of(loaded, one, max_new_tokens=max_new_tokens, seed=seed, chat=chat)
         conditions = [
-            Conditions.of(loaded, one, rule, temperature, batch_size, max_new_tokens, seed, chat)
-            for rule in rules
-            for temperature in temperatures
+            replace(common, rule=rule, temperature=float(temperature), batch_size=batch_size)
+            for rule, temperature in kinds
             for batch_size in batch_sizes
         ]
         cells = [cell for given in conditions for cell in plan(given, sets, repeats)]
         keys += [cell.key for cell in cells]
         _run(loaded, cells, specs, store, registry, _part(progress, place, len(targets)))
-    return Report(store.records(keys))
+    labels = {spec.label for spec in specs}
+    return Report([_only(record, labels) for record in store.records(keys)])
+
+
+def _only(record: Record, labels: set[str]) -> Record:
+    """Returns a record without the drafters that were not asked for: a directory may hold more than one study."""
+    runs = [run for run in record["runs"] if run["drafter"] in labels]
+    return {**record, "drafters": [label for label in record["drafters"] if label in labels], "runs": runs}
 
 
 def _run(
@@ -141,32 +162,29 @@ def _part(progress: Progress | None, place: int, parts: int) -> Progress:
     return report
 
 
-def _check(
-    registry: Registry,
-    specs: Iterable[DrafterSpec],
-    rules: Sequence[str],
-    *,
-    temperatures: Sequence[float],
-    batch_sizes: Sequence[int],
-    counts: tuple[int, int],
-) -> None:
+def _check_plugins(registry: Registry, specs: Iterable[DrafterSpec], kinds: Iterable[tuple[str, float]]) -> None:
     """Refuses at once what could only fail, before a model is loaded."""
     for spec in specs:
         if spec.built is None:
             registry.create_drafter(spec.name, dict(spec.options))
-    for rule in rules:
-        if rule != "auto":
-            registry.create_rule(rule)
-    for name, values in (("rules", rules), ("temperatures", temperatures), ("batch_sizes", batch_sizes)):
-        if isinstance(values, str) or not values:
-            raise InvalidRequest(f"{name} must be a non-empty list, got {values!r}")
-    for temperature in temperatures:
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or temperature < 0:
+    for rule, temperature in kinds:
+        number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+        if not (number and 0 <= temperature < math.inf):
             raise InvalidRequest(f"a temperature must be a number >= 0, got {temperature!r}")
-    for name, value in (
-        ("max_new_tokens", counts[0]),
-        ("repeats", counts[1]),
-        *(("batch size", b) for b in batch_sizes),
-    ):
+        if rule != "auto" and not registry.create_rule(rule).samples and temperature > 0:
+            raise InvalidRequest(
+                f"the rule {rule!r} takes the most likely token: it has no meaning at temperature {temperature:g}; "
+                "use temperature 0, or the rule auto, coupled or rejection"
+            )
+
+
+def _check_counts(counts: Iterable[tuple[str, Any]]) -> None:
+    for name, value in counts:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InvalidRequest(f"{name} must be an integer >= 1, got {value!r}")
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    if isinstance(values, str) or not isinstance(values, Iterable) or not (listed := list(values)):
+        raise InvalidRequest(f"{name} must be a non-empty list, got {values!r}")
+    return listed

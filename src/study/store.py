@@ -124,7 +124,7 @@ def _parse(line: bytes, path: Path) -> Record:
         record = json.loads(line)
     except ValueError as error:
         raise InvalidCheckpoint(f"{str(path)!r} holds a line that is no JSON: {line[:60]!r}") from error
-    if not isinstance(record, dict) or not {"key", "conditions", "runs"} <= record.keys():
+    if not isinstance(record, dict) or not {"key", "conditions", "drafters", "runs"} <= record.keys():
         raise InvalidCheckpoint(f"{str(path)!r} holds a line that is no study record: {line[:60]!r}")
     return record
 

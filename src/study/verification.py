@@ -65,17 +65,13 @@ def verify_drafters(
         target: as in `compare`.
         drafters: as in `compare`.
         coupled: also check sampling at temperature 1.
-        **options: of `compare`: `prompts`, `limit`, `batch_sizes`, `max_new_tokens`, `seed`, `progress`...
+        **options: further ones of `compare`: `prompts`, `limit`, `batch_sizes`, `max_new_tokens`, `seed`, ...
 
     Raises:
         InvalidRequest: as `compare`.
     """
-    target = target if isinstance(target, Target) else Target.from_pretrained(target, dtype=options.pop("dtype", None))
     kinds = [("greedy", 0.0), *([("coupled", 1.0)] if coupled else [])]
-    records: list[Record] = []
-    for rule, temperature in kinds:
-        records += compare(target, drafters, rules=(rule,), temperatures=(temperature,), **options).records
-    return summarise(Report(records))
+    return summarise(compare(target, drafters, kinds=kinds, **options))
 
 
 def summarise(report: Report) -> list[Verification]:

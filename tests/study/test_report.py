@@ -1,0 +1,182 @@
+"""What a report writes; the page is looked at in a real browser where there is one."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from draftwood.core.errors import InvalidRequest
+from draftwood.study.report import Report
+from tests.study.records import record, run
+
+NASTY = "x:path=<b>a_b&c|d%$x$</b>"
+COUNTS = {
+    "drafted": 20,
+    "drafted_by_depth": [10, 10],
+    "accepted_by_depth": [6, 3],
+    "tried_by_rank": [10],
+    "accepted_by_rank": [6],
+    "passes": [[3, 10, 0.9]],
+}
+
+
+def study(categories="ab", temperatures=(0.0, 1.0)) -> Report:
+    plain = {"verify": 1.0, "passes": [[1, 10, 1.0]]}
+    return Report(
+        [
+            record(
+                run("none", total=1.0, **plain),
+                run(NASTY, total=0.5 + index / 100, verify=0.4, draft=0.01, **COUNTS),
+                {"drafter": "broken", "turn": 0, "error": "ValueError: <script>alert(1)</script>"},
+                category=category,
+                temperature=temperature,
+                rule="typical" if temperature else "auto",
+            )
+            for temperature in temperatures
+            for category in categories
+            for index in range(5)
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    place = tmp_path_factory.mktemp("report")
+    assert study().save(place) == place / "index.html"
+    return place
+
+
+class Checker(html.parser.HTMLParser):
+    """Collects what a page refers to, and checks that tags close in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.references, self.tags, self.text = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.references += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_needs_no_other_file(saved):
+    checker = Checker()
+    checker.feed((saved / "index.html").read_text())
+    assert checker.open == []
+    assert checker.references
+    assert all(reference.startswith("data:image/svg+xml;base64,") for reference in checker.references)
+    assert "script" not in checker.tags
+    assert "b" in checker.tags  # of captions, none of a drafter's name
+    assert any(NASTY in text for text in checker.text)
+    assert checker.tags.count("section") == 2
+
+
+def test_every_figure_is_there_as_svg_and_png(saved):
+    for name in ("speedup", "acceptance", "time", "width", "theory"):
+        for number in (1, 2):
+            svg = ElementTree.parse(saved / f"{name}-{number}.svg").getroot()
+            assert svg.tag.endswith("svg")
+            assert (saved / f"{name}-{number}.png").read_bytes().startswith(b"\x89PNG")
+    texts = "".join(ElementTree.parse(saved / "speedup-1.svg").getroot().itertext())
+    assert NASTY in texts
+    assert "2.0" in texts
+
+
+def test_tables_are_escaped(saved):
+    lines = (saved / "table.md").read_text().splitlines()
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
+    assert len(lines) == 2 + 6
+    latex = (saved / "table.tex").read_text()
+    assert r"a\_b\&c|d\%\$x\$" in latex
+    assert latex.count(r"\\") == 1 + 6
+    assert len({line.count(" & ") for line in latex.splitlines() if line.endswith(r"\\")}) == 1
+
+
+def test_json_and_records_read_back(saved):
+    data = json.loads((saved / "report.json").read_text())
+    row = next(row for row in data["rows"] if row["drafter"] == NASTY)
+    assert row["speedup"] == pytest.approx(1 / 0.52)
+    assert data["rows"][2]["errors"] == ["ValueError: <script>alert(1)</script>"]
+    again = Report.load(saved)
+    assert again.records == study().records
+    assert again.to_json() == study().to_json()
+
+
+def test_saving_again_does_not_touch_the_records(saved, tmp_path):
+    shutil.copy(saved / "results.jsonl", tmp_path)
+    study(categories="a", temperatures=(0.0,)).save(tmp_path)
+    assert (tmp_path / "results.jsonl").read_bytes() == (saved / "results.jsonl").read_bytes()
+    assert (tmp_path / "speedup.svg").exists()  # one set of conditions needs no numbers
+
+
+def test_pandas_has_a_line_a_row():
+    frame = study().to_pandas()
+    assert len(frame) == 6
+    assert frame.loc[1, "speedup"] == pytest.approx(1 / 0.52)
+    assert frame.loc[1, "seconds_per_round.verify"] == pytest.approx(0.04)
+    assert frame.loc[1, "theory.gamma"] == pytest.approx(2.0)
+    assert len(study().to_pandas(by_category=True)) == 12
+
+
+def test_text_and_notebook_show_the_table():
+    text = str(study())
+    assert "1.92x" in text and NASTY in text and "failed" in text
+    shown = study()._repr_html_()
+    assert "<table>" in shown and "&lt;script&gt;" in shown and "<script>" not in shown
+
+
+def test_an_empty_report_can_be_shown(tmp_path):
+    assert str(Report([]))
+    Report([]).save(tmp_path)
+    assert "<h1>" in (tmp_path / "index.html").read_text()
+
+
+def test_without_matplotlib_the_page_says_so(saved, tmp_path):
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; from draftwood.study.report import Report;"
+        f"Report.load({str(saved)!r}).save({str(tmp_path / 'page')!r})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert "matplotlib is not installed" in (tmp_path / "page" / "index.html").read_text()
+    assert not list((tmp_path / "page").glob("*.svg"))
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match="cannot write the report to"):
+        study().save(tmp_path / "file")
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's chromium")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_the_page_fits_a_desktop_and_a_phone(saved, tmp_path, width):
+    probe = """<script>addEventListener("load", () => { const root = document.documentElement;
+      const images = [...document.images].every((image) => image.complete && image.naturalWidth > 0);
+      document.title = [innerWidth, root.scrollWidth, images, getComputedStyle(document.body).fontSize].join(" "); })
+    </script>"""
+    page = tmp_path / "probed.html"
+    page.write_text((saved / "index.html").read_text().replace("</body>", f"{probe}</body>"))
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run(
+        [*command, f"--window-size={width},900", "--dump-dom", page.as_uri()],
+        check=True, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    found = re.search(r"<title>(\d+) (\d+) (true|false) 16px</title>", done.stdout)
+    assert found, done.stdout[:300]
+    assert int(found[1]) == width
+    assert int(found[2]) <= width, "the page is wider than its window"
+    assert found[3] == "true", "a figure did not load"
