@@ -190,10 +190,8 @@ def _write_converted(path: Path, directory: Path) -> None:
     except Exception as error:  # whatever the readers of weights and vocabulary stumble over
         raise InvalidCheckpoint(f"cannot read {str(path)!r} as GGUF: {_describe(error)}") from error
     # A model that came from GGUF refuses to be saved: give its weights to one that does not remember where from.
-    settings = model.config.to_dict()
-    settings.pop("quantization_config", None)
     with torch.device("meta"):
-        plain = type(model)(type(model.config).from_dict(settings))
+        plain = type(model)(model.config)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config
