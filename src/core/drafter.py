@@ -32,7 +32,8 @@ class Observation:
         rows: indices into `state.rows` that the forward covered, in the order of the tensors.
         proposal: what had been drafted for these rows (empty at prefill).
         scores: logits and features of the forward.
-        verdict: what was committed, after stop conditions have cut it.
+        verdict: what was committed, after stop conditions have cut it. Where several drafters share a tree, the
+            path holds those nodes that this one drafted; the tokens, all that was committed, then run on past it.
     """
 
     rows: Sequence[int]
