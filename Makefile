@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # One thread a test process: two processes on two cores otherwise fight over them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-.PHONY: demo check test test-all clean
+.PHONY: demo check test test-all fuzz clean
 demo: .venv/installed
 	$(BIN)/$(DEMO)
 
@@ -26,6 +26,9 @@ test: .venv/installed
 
 test-all: .venv/installed
 	$(PYTEST)
+
+fuzz: .venv/installed
+	DRAFTWOOD_FUZZ=10000 $(PYTEST) tests/fuzz
 
 clean:
 	rm -rf .venv build dist *.egg-info

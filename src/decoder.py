@@ -214,7 +214,7 @@ class Decoder:
         """
         if isinstance(prompt, Tensor):
             prompt = prompt.tolist()
-        if not isinstance(prompt, Sequence):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
             raise InvalidRequest(f"a prompt is a string, a chat or token ids, got {prompt!r}")
         if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
             tokenizer = self.target.tokenizer
@@ -247,6 +247,10 @@ class Decoder:
         seconds: Seconds,
     ) -> list[Row]:
         """Returns the rows of a call, ready for the engine; arguments as of `generate`."""
+        if per_prompt is not None and not (
+            isinstance(per_prompt, Sequence) and all(isinstance(own, Mapping) for own in per_prompt)
+        ):
+            raise InvalidRequest(f"per_prompt must be a list of mappings, one a prompt, got {per_prompt!r}")
         if per_prompt is not None and len(per_prompt) != len(prompts):
             raise InvalidRequest(f"per_prompt has {len(per_prompt)} entries for {len(prompts)} prompts")
         common = self._settings(settings)
@@ -275,9 +279,7 @@ class Decoder:
     def _row(self, key: int, tokens: list[int], settings: _Settings) -> Row:
         target, limits = self.target, settings.limits
         max_tokens = _max_tokens(limits, len(tokens), target.context_length)
-        pipeline = compile_pipeline(
-            settings.params, eos_token_ids=settings.eos, prompt=tokens, max_tokens=max_tokens
-        )
+        pipeline = compile_pipeline(settings.params, eos_token_ids=settings.eos, prompt=tokens, max_tokens=max_tokens)
         return Row(
             key=key,
             tokens=tokens,
@@ -333,7 +335,7 @@ def _max_tokens(limits: Limits, prompt: int, context: int | None) -> int:
     if limits.max_length is not None:
         if limits.max_new_tokens is not None:
             raise InvalidRequest("give max_new_tokens or max_length, not both")
-        if limits.max_length <= prompt:
+        if _positive("max_length", limits.max_length) <= prompt:
             raise InvalidRequest(f"max_length {limits.max_length} leaves no room behind a prompt of {prompt} tokens")
         wanted = limits.max_length
     elif limits.max_new_tokens is not None:

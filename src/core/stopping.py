@@ -149,6 +149,8 @@ def _occurrences(string: str, text: str) -> int:
 
 
 def _checked_strings(value: str | Iterable[str] | None) -> list[str]:
+    if value is not None and not isinstance(value, Iterable):
+        raise InvalidRequest(f"stop_strings must be a string or a list of strings, got {value!r}")
     strings = [value] if isinstance(value, str) else list(value or ())
     for string in strings:
         if not isinstance(string, str) or not string:
