@@ -88,9 +88,9 @@ def merge(parts: Sequence[Proposal], budget: int | None = None) -> Merge:
     """Merges proposals for the same rows.
 
     Why the law stays true: parts draft independently, so given all that the others did, a part's nodes still have
-    the law it states. They must only not be picked by their value: siblings with a law come first in the tree, as
-    they were drawn, none of them is dropped for being a duplicate (a later, chosen one is), and where there is a law,
-    duplicates give nothing back to the budget. Any node may be called chosen, whatever it was.
+    the law it states. Whether a node is in the tree must only not depend on its own token: siblings with a law come
+    first, as they were drawn; none of them is dropped for being a duplicate (a later, chosen one is); and none is let
+    in for being one when the budget is used up. Any node may be called chosen, whatever it was.
 
     Args:
         parts: the proposals, the most trusted first.
@@ -102,7 +102,7 @@ def merge(parts: Sequence[Proposal], budget: int | None = None) -> Merge:
     places: list[list[list[int]]] = [[] for _ in parts]
     branches = [_branches(part.tree) for part in parts]
     for apart in zip(*branches, strict=True):
-        trial, row = _MergedRow(budget, merges=not any(drawn)), _MergedRow()
+        trial, row = _MergedRow(budget), _MergedRow()
         # Who gets a share of the budget goes by trust, who comes first in the tree by law.
         fits = [trial.add(part, branch, drawn[part]) for part, branch in enumerate(apart)]
         for part in order:
@@ -121,12 +121,11 @@ class _MergedRow:
     """One row of the merged tree, grown part by part.
 
     Args:
-        budget: the number of candidates at which it takes no more; None for no limit.
-        merges: whether duplicates merge.
+        budget: the number of candidates at which it takes no more, not even duplicates; None for no limit.
     """
 
-    def __init__(self, budget: int | None = None, merges: bool = True) -> None:
-        self._budget, self._merges = budget, merges
+    def __init__(self, budget: int | None = None) -> None:
+        self._budget = budget
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.candidate: list[bool] = []
@@ -154,7 +153,7 @@ class _MergedRow:
                 places.append(CUT)
                 continue
             keeps_law = candidate and self._owner.setdefault(above, part) == part and drawn
-            place = self._children.get((above, token)) if candidate and self._merges else None
+            place = self._children.get((above, token)) if candidate else None
             if place is None or (drawn and place in places):
                 place = len(self.tokens)
                 self.tokens.append(token)

@@ -91,16 +91,16 @@ def test_the_budget_goes_to_the_first_part_first(data: st.DataObject, budget: in
         parts[2] = Proposal(parts[2].tree, torch.full((1, parts[2].tree.width, 2), 0.5))
     merged = merge(parts, budget)
     united = nodes_of(merged.proposal.tree, 0)
-    spent: list[Text] = []
+    spent: set[int] = set()
     for part, places in zip(parts, merged.places, strict=True):
         kept: list[bool] = []
-        for (path, candidate), parent in zip(nodes_of(part.tree, 0), part.tree.parents[0].tolist(), strict=True):
-            # With a law a duplicate counts like any other node.
-            fits = len(spent if drawn else set(spent)) < budget
-            kept.append((parent == ROOT or kept[parent]) and (fits or not candidate))
-            spent += [path] if kept[-1] and candidate else []
-        assert [place != CUT for place in places[0]] == kept
         apart = nodes_of(part.tree, 0)
+        for node, parent in enumerate(part.tree.parents[0].tolist()):
+            fits = len(spent) < budget or not apart[node].candidate
+            kept.append((parent == ROOT or kept[parent]) and fits)
+            if kept[-1] and apart[node].candidate:
+                spent.add(places[0][node])
+        assert [place != CUT for place in places[0]] == kept
         assert all(place == CUT or united[place] == apart[node] for node, place in enumerate(places[0]))
     assert sum(node.candidate for node in united) <= budget
 
@@ -155,6 +155,7 @@ MERGES = {
     "budget, drawn and chosen": ([(RAGGED, "without replacement"), (RAGGED, "chosen")], 4),
     "budget, chosen and drawn": ([(WIDE, "chosen"), (RAGGED, "without replacement")], 4),
     "small budget, chosen and drawn": ([(WIDE, "chosen"), (RAGGED, "without replacement")], 3),
+    "budget, below an elder": ([(WIDE, "chosen"), (Shape((ROOT, ROOT, 0, 1)), "without replacement")], 5),
     "budget, drawn twice": ([(WIDE, "without replacement"), (WIDE, "without replacement")], 3),
 }
 
