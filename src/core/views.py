@@ -95,6 +95,16 @@ def resumes_exactly(target: Target, layer: int) -> bool:
     return bool(error <= allowed * expected.double().std())
 
 
+def weights_read(scorer: Target) -> int:
+    """Returns how many weights a forward of a target or view reads: those of its blocks and of the LM head.
+
+    At small batches a forward takes as long as its weights take to arrive. Of experts all are counted; the
+    embeddings are looked up, not read.
+    """
+    head = scorer.model.get_output_embeddings()
+    return sum(parameter.numel() for part in (scorer.blocks, head) for parameter in part.parameters())
+
+
 class _NoAttention(nn.Module):
     """Stands in for an attention that is skipped; touches no cache."""
 

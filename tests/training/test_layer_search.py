@@ -1,0 +1,219 @@
+"""The search: its proxy against real drafting, its result against every candidate, and going on after a stop."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from draftwood.core.errors import InvalidRequest
+from draftwood.core.target import Target
+from draftwood.core.views import layer_view, weights_read
+from draftwood.decoder import Decoder
+from draftwood.drafters.early_exit import EarlyExit
+from draftwood.drafters.layer_skip import LayerSkip
+from draftwood.training import layer_search
+from draftwood.training.layer_search import Found, Progress, Proxy, search_early_exit, search_layer_skip
+from tests.drafters.view_checks import PROMPTS, agreeing_model
+
+SHORT: dict[str, Any] = {"max_new_tokens": 20, "gamma": 4}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """A target without an end-of-text token, whose last two blocks contribute little."""
+    model = agreeing_model(contribution=0.2)
+    model.generation_config.eos_token_id = None
+    return Target(model)
+
+
+@pytest.fixture(scope="module")
+def proxy(target) -> Proxy:
+    return Proxy(target, PROMPTS, **SHORT)
+
+
+@pytest.mark.parametrize(
+    "skip", [{"attention": [2]}, {"mlp": [3], "attention": [1]}, {"attention": [2, 3], "mlp": [2]}]
+)
+def test_the_proxy_counts_what_real_drafts_get_accepted(target, proxy, skip):
+    view = layer_view(target, skip_attention=skip.get("attention", ()), skip_mlp=skip.get("mlp", ()))
+    decoder = Decoder(target, LayerSkip(skip=skip, gamma=4, threshold=0.0))
+    expected = []
+    for prompt in PROMPTS:
+        text = prompt + Decoder(target).generate(prompt, max_new_tokens=20).tokens
+        for start in range(len(prompt), len(text) - 4, 4):
+            _, round_, *_ = decoder.stream(text[:start], max_new_tokens=10)  # the prompt's own round comes first
+            expected.append(round_.drafted)
+    assert proxy.accepted(view) == expected
+    assert proxy.accepted(view) == expected  # the texts' keys and values are as they were
+    assert len(set(expected)) > 1
+
+
+def test_the_value_is_the_best_chains_speedup(target, proxy, monkeypatch):
+    monkeypatch.setattr(proxy, "accepted", lambda view: [4, 2, 0, 1])
+    monkeypatch.setattr(layer_search, "weights_read", lambda scorer: 10 if scorer is target else 2)
+    speedups = [(0.75 + 1) / 1.2, (1.25 + 1) / 1.4, (1.5 + 1) / 1.6, (1.75 + 1) / 1.8]
+    assert proxy(layer_view(target, 0, 1)) == pytest.approx(max(speedups))
+
+
+def test_weights_are_counted(target):
+    model = target.model
+    every = sum(parameter.numel() for parameter in model.parameters())
+    looked_up = model.get_input_embeddings().weight.numel() + model.model.norm.weight.numel()
+    assert weights_read(target) == every - looked_up
+    attention = sum(parameter.numel() for parameter in model.model.layers[1].self_attn.parameters())
+    assert weights_read(target) - weights_read(layer_view(target, skip_attention=[1])) == attention
+    block = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    assert weights_read(target) - weights_read(layer_view(target, 0, 3)) == block
+
+
+def test_the_search_finds_about_the_best_of_all_sets(target):
+    layers, proxy = range(4), Proxy(target, PROMPTS[:2], **SHORT)
+    values = {}
+    for bits in itertools.product([False, True], repeat=8):
+        skip = {"attention": [one for one in layers if bits[one]], "mlp": [one for one in layers if bits[4 + one]]}
+        if any(bits) and not all(bits):
+            view = layer_view(target, skip_attention=skip["attention"], skip_mlp=skip["mlp"])
+            values[json.dumps(skip)] = proxy(view)
+    found = search_layer_skip(target, PROMPTS[:2], trials=60, **SHORT)
+    assert found.value == values[json.dumps(found.options)]
+    ranked = sorted(values.values(), reverse=True)
+    assert found.value >= ranked[5]
+    assert found.trials == 60
+
+
+def test_every_exit_is_tried_once(target, proxy):
+    seen: list[Progress] = []
+    found = search_early_exit(target, PROMPTS, **SHORT, on_trial=seen.append)
+    values = [proxy(layer_view(target, 0, layer)) for layer in (1, 2, 3)]
+    assert [progress.value for progress in seen] == values
+    assert [(progress.finished, progress.trials) for progress in seen] == [(1, 3), (2, 3), (3, 3)]
+    assert found == Found({"exit_layer": 1 + values.index(max(values))}, max(values), 3)
+    assert search_early_exit(target, PROMPTS, trials=1, **SHORT).options == {"exit_layer": 1}
+
+
+def test_a_search_is_a_function_of_its_seed(target):
+    first, again, other = (
+        [progress.value for progress in trace]
+        for trace in (trial_trace(target, seed=1), trial_trace(target, seed=1), trial_trace(target, seed=2))
+    )
+    assert first == again
+    assert first != other
+    assert first[:6] == other[:6]  # where it begins has no seed
+
+
+def trial_trace(target: Target, **options: Any) -> list[Progress]:
+    seen: list[Progress] = []
+    search_layer_skip(target, PROMPTS, trials=options.pop("trials", 12), **SHORT, **options, on_trial=seen.append)
+    return seen
+
+
+def test_a_stopped_search_goes_on(target, tmp_path: Path):
+    output = tmp_path / "new" / "skip.json"
+    seen: list[Progress] = []
+
+    def stop(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.finished == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search_layer_skip(target, PROMPTS, trials=20, **SHORT, output=output, on_trial=stop)
+    best = max(progress.value for progress in seen if progress.value is not None)
+    content = json.loads(output.read_text())
+    assert content["search"]["value"] == best
+    Decoder(target, LayerSkip(skip=output))
+
+    rest = trial_trace(target, trials=20, output=output)
+    assert [progress.finished for progress in rest] == list(range(9, 21))
+    assert rest[0].best is not None and rest[0].best.value >= best
+    # New candidates, not those of the first part drawn again.
+    assert {progress.value for progress in rest} - {progress.value for progress in seen}
+    content = json.loads(output.read_text())
+    assert content["search"]["trials"] == 20
+    assert content["search"]["value"] == max(one.value for one in [*seen, *rest] if one.value is not None)
+    assert trial_trace(target, trials=20, output=output) == []
+
+    with pytest.raises(
+        InvalidRequest, match=r"skip.json.trials was begun with \{'gamma': 4\}, this search .*'gamma': 3"
+    ):
+        search_layer_skip(target, PROMPTS, trials=20, output=output, max_new_tokens=20, gamma=3)
+    with pytest.raises(InvalidRequest, match=r"was begun with \{.drafter.: .layer-skip.\}"):
+        search_early_exit(target, PROMPTS, output=output, **SHORT)
+
+
+def test_the_exit_that_was_found_is_loaded(target, tmp_path: Path):
+    found = search_early_exit(target, PROMPTS, output=tmp_path / "exit.json", **SHORT)
+    drafter = EarlyExit(exit_layer=tmp_path / "exit.json")
+    Decoder(target, drafter)
+    assert drafter.view.layers == found.options["exit_layer"]
+
+
+def test_speed_is_tokens_per_second_of_the_drafter_itself(target, monkeypatch):
+    built: list[Any] = []
+
+    class Timed(Decoder):
+        def generate(self, prompts: Any, **settings: Any) -> Any:
+            results = super().generate(prompts, **settings)
+            if isinstance(self.drafter, EarlyExit):
+                assert settings["batch_size"] == 1
+                built.append(self.drafter)
+                return [
+                    SimpleNamespace(tokens=one.tokens, stats=SimpleNamespace(seconds=SimpleNamespace(total=16.0)))
+                    for one in results
+                ]
+            return results
+
+    monkeypatch.setattr(layer_search, "Decoder", Timed)
+    found = search_early_exit(target, PROMPTS, objective="speed", **SHORT)
+    assert found.value == 4 * 20 / 16.0
+    assert [drafter.view.layers for drafter in built] == [1, 2, 3]
+    assert all(drafter.shape.depth == 4 for drafter in built)
+
+
+def test_measured_speed_is_positive(target):
+    assert search_layer_skip(target, PROMPTS[:1], trials=1, objective="speed", **SHORT).value > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "tau"}, "objective must be 'proxy' or 'speed', got 'tau'"),
+        ({"trials": 0}, "trials must be >= 1, got 0"),
+        ({"gamma": 0}, "gamma must be >= 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be >= 1, got 0"),
+        ({"max_new_tokens": 4, "gamma": 4}, "ends every prompt's text within 4 tokens"),
+    ],
+)
+def test_bad_settings(target, options: dict[str, Any], message: str):
+    with pytest.raises(InvalidRequest, match=message):
+        search_layer_skip(target, PROMPTS, **options)
+
+
+def test_no_prompts(target):
+    with pytest.raises(InvalidRequest, match="needs prompts"):
+        search_early_exit(target, [])
+
+
+def test_without_optuna(target, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match=r"pip install 'draftwood\[search\]'"):
+        search_early_exit(target, PROMPTS, **SHORT)
+
+
+def test_a_block_of_one_has_no_exit(tinier_llama):
+    with pytest.raises(InvalidRequest, match="no exit inside"):
+        search_early_exit(Target(tinier_llama), PROMPTS)
+
+
+def test_no_gradient_and_no_change(target):
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    trial_trace(target, trials=3)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in target.model.parameters())
