@@ -26,7 +26,7 @@ from .tree import TokenTree
 if TYPE_CHECKING:
     from .state import Row
 
-__all__ = ["Pipeline", "SamplingParams", "compile_pipeline", "own_processors", "process", "tree_paths"]
+__all__ = ["Pipeline", "SamplingParams", "compile_pipeline", "process", "tree_paths"]
 
 T = TypeVar("T")
 
@@ -112,16 +112,14 @@ def compile_pipeline(
     eos_token_ids: Sequence[int],
     prompt: Sequence[int],
     max_tokens: int,
-    device: torch.device | str = "cpu",
 ) -> Pipeline:
-    """Compiles the settings for one row.
+    """Compiles the settings for one row, for logits of any vocabulary size on any device.
 
     Args:
         params: the settings.
         eos_token_ids: tokens that end the text; may be empty.
         prompt: the row's prompt.
         max_tokens: length at which the row ends, prompt included.
-        device: where the logits will be; the pipeline serves others too.
 
     Raises:
         InvalidRequest: a setting needs an end-of-sequence token and there is none.
@@ -137,19 +135,6 @@ def compile_pipeline(
         steps.append(_step(hf.LogitNormalization))
     cut = max((index + 1 for index, step in enumerate(steps) if step.history), default=0)
     return Pipeline(tuple(steps[:cut]), tuple(steps[cut:]), params.temperature == 0)
-
-
-def own_processors(prepared: Iterable[Any], pipeline: Pipeline) -> list[Any]:
-    """Returns the caller's own processors among those that `generate` prepared.
-
-    Args:
-        prepared: the list that `generate` hands to a `custom_generate` callable.
-        pipeline: compiled from the same generation config.
-    """
-    kinds = {step.kind for step in (*pipeline.history, *pipeline.memoryless)}
-    if hf.MinNewTokensLengthLogitsProcessor in kinds:  # `generate` then sets a least length, too, which says the same
-        kinds.add(hf.MinLengthLogitsProcessor)
-    return [processor for processor in prepared if type(processor) not in kinds]
 
 
 def process(

@@ -208,25 +208,6 @@ class SamplingParams:
                 raise InvalidRequest(f"unknown sampling setting {name!r}; {advice}")
         return cls(**given)
 
-    @classmethod
-    def from_generation_config(cls, config: hf.GenerationConfig) -> SamplingParams:
-        """Takes the settings over from a `transformers.GenerationConfig`, where `do_sample` decides on sampling.
-
-        Raises:
-            InvalidRequest: it asks for beams or guidance, or has a value that cannot work.
-        """
-        for name, off in {"num_beams": (None, 1), "guidance_scale": (None, 1)}.items():
-            if (value := getattr(config, name, None)) not in off:
-                raise InvalidRequest(f"{name}={value!r}: {_ELSEWHERE[name]}")
-        given: dict[str, Any] = {one.name: getattr(config, one.name, None) for one in fields(cls)}
-        if not config.do_sample:
-            given["temperature"] = 0.0
-        elif given["temperature"] is None:
-            given["temperature"] = 1.0
-        if given["min_new_tokens"] is not None:
-            given["min_length"] = None  # `generate` derives the latter from the former
-        return cls(**given)
-
 
 @cache
 def _checks() -> dict[str, Callable[[str, Any], Any]]:

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.core.errors import InvalidRequest
-from draftwood.core.sampling import SamplingParams, compile_pipeline, own_processors, process, tree_paths
+from draftwood.core.sampling import SamplingParams, compile_pipeline, process, tree_paths
 from draftwood.core.tree import TokenTree
 
-VOCABULARY, EOS, MAX_TOKENS = 48, (1, 2), 12  # a self-hashing watermark looks at 40 tokens
+VOCABULARY, EOS, MAX_TOKENS = 48, (1, 2), 7  # a self-hashing watermark looks at 40 tokens
 
 
 class Shift(hf.LogitsProcessor):
@@ -129,7 +129,7 @@ def trees(draw, batch):
 
 @st.composite
 def requests(draw, batch):
-    """Prompts and committed tokens; all within MAX_TOKENS with any tree."""
+    """Prompts and committed tokens; with a tree behind them, shorter and longer than MAX_TOKENS."""
     some = st.lists(tokens, min_size=1, max_size=3)
     return [(draw(some), draw(st.lists(tokens, max_size=3))) for _ in range(batch)]
 
@@ -197,13 +197,13 @@ def test_the_scores_of_generate_are_met_along_a_chain(model, case):
     with torch.random.fork_rng():
         torch.manual_seed(1)
         out = model.generate(
-            torch.tensor([prompt]), **({"top_k": 0} | given), max_length=MAX_TOKENS, output_scores=True,
+            torch.tensor([prompt]), **({"top_k": 0} | given), max_length=12, output_scores=True,
             output_logits=True, return_dict_in_generate=True,
             logits_processor=hf.LogitsProcessorList(fields.get("logits_processor", [])),
         )  # fmt: skip
     drafted = out.sequences[0, len(prompt) : -1].tolist()
     paths = [[drafted[:depth] for depth in range(len(drafted) + 1)]]
-    result = process([make_row(fields, prompt)], torch.stack(out.logits, 1), paths)
+    result = process([make_row(fields, prompt, max_tokens=12)], torch.stack(out.logits, 1), paths)
     torch.testing.assert_close(result, torch.stack(out.scores, 1), rtol=1e-5, atol=1e-5)
 
 
@@ -335,25 +335,3 @@ def test_a_length_penalty_needs_an_end_of_sequence_token():
     params = SamplingParams(exponential_decay_length_penalty=(1, 1.5))
     with pytest.raises(InvalidRequest, match="eos_token_id"):
         compile_pipeline(params, eos_token_ids=[], prompt=[1], max_tokens=9)
-
-
-def test_settings_come_through_the_door_of_generate(model):
-    """A `custom_generate` callable gets transformers' config and prepared processors; the same pipeline results."""
-    own, prompt = Shift(), [5, 3, 6]
-
-    def custom(model, input_ids, logits_processor, generation_config, **kwargs):
-        params = SamplingParams.from_generation_config(generation_config)
-        compiled = compile_pipeline(params, eos_token_ids=EOS, prompt=prompt, max_tokens=MAX_TOKENS)
-        return params, own_processors(logits_processor, compiled)
-
-    ids = torch.tensor([prompt])
-    settings = {"repetition_penalty": 1.2, "min_new_tokens": 2, "suppress_tokens": [4]}
-    params, found = model.generate(ids, custom_generate=custom, logits_processor=[own], max_length=9, **settings)
-    assert found == [own]
-    assert params == SamplingParams(**settings, top_k=50, top_p=1.0, typical_p=1.0, no_repeat_ngram_size=0,
-                                    encoder_no_repeat_ngram_size=0, encoder_repetition_penalty=1.0,
-                                    epsilon_cutoff=0.0, eta_cutoff=0.0)  # fmt: skip
-    params, found = model.generate(ids, custom_generate=custom, max_length=9, do_sample=True, temperature=0.4, top_k=7)
-    assert (params.temperature, params.top_k, found) == (0.4, 7, [])
-    with pytest.raises(InvalidRequest, match="beam"):
-        SamplingParams.from_generation_config(hf.GenerationConfig(num_beams=3))

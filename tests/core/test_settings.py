@@ -75,19 +75,6 @@ def test_none_is_the_default_and_settings_are_values():
     assert hash(one) == hash(two)
 
 
-def test_a_generation_config_decides_on_sampling_by_do_sample():
-    assert SamplingParams.from_generation_config(hf.GenerationConfig(temperature=0.4)).temperature == 0.0
-    assert SamplingParams.from_generation_config(hf.GenerationConfig(do_sample=True)).temperature == 1.0
-    given = hf.GenerationConfig(do_sample=True, temperature=0.4, top_k=7, min_new_tokens=3, min_length=8)
-    assert SamplingParams.from_generation_config(given) == SamplingParams(temperature=0.4, top_k=7, min_new_tokens=3)
-
-
-@pytest.mark.parametrize("field", [{"num_beams": 3}, {"guidance_scale": 1.5}])
-def test_a_generation_config_that_cannot_be_followed_is_refused(field):
-    with pytest.raises(InvalidRequest, match=next(iter(field))):
-        SamplingParams.from_generation_config(hf.GenerationConfig(**field))
-
-
 def test_every_sampling_field_of_transformers_has_a_place():
     """A field that transformers adds to its sampling must be looked at: added here or named as another's business."""
     not_about_scores = {
