@@ -155,6 +155,7 @@ MERGES = {
     "budget, drawn and chosen": ([(RAGGED, "without replacement"), (RAGGED, "chosen")], 4),
     "budget, chosen and drawn": ([(WIDE, "chosen"), (RAGGED, "without replacement")], 4),
     "small budget, chosen and drawn": ([(WIDE, "chosen"), (RAGGED, "without replacement")], 3),
+    "budget for one of two": ([(Shape((ROOT,)), "chosen"), (WIDE, "without replacement")], 2),
     "budget, below an elder": ([(WIDE, "chosen"), (Shape((ROOT, ROOT, 0, 1)), "without replacement")], 5),
     "budget, drawn twice": ([(WIDE, "without replacement"), (WIDE, "without replacement")], 3),
 }
@@ -282,6 +283,7 @@ class SpySession(DraftSession):
         # Its path is the longest beginning of what was accepted that it drafted itself.
         assert [parents[node] for node in path] == [ROOT, *path][: len(path)]
         logits = seen.scores.logits[index]
+        assert len(logits) == 1 + seen.proposal.tree.width
         scored = [
             node for node, row in zip(nodes, logits[1:], strict=False) if node.candidate and not row.isnan().any()
         ]
