@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # One thread a test process: two processes on two cores otherwise fight over them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-.PHONY: demo check test test-all test-compat fuzz clean
+.PHONY: demo check test test-all test-compat fuzz bench clean
 demo: .venv/installed
 	$(BIN)/$(DEMO)
 
@@ -42,6 +42,11 @@ test-compat-%: .venv/torch
 
 fuzz: .venv/installed
 	DRAFTWOOD_FUZZ=10000 $(PYTEST) tests/fuzz
+
+# Speed, identity of texts, and the figures of docs/exactness.md.
+bench: .venv/installed
+	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.exactness
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info

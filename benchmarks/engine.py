@@ -1,0 +1,162 @@
+"""The engine on the packaged 135M model: identical texts, speed against `generate`, what the engine itself adds.
+
+    python -m benchmarks.engine [--dtype float32] [--quick]
+
+Every comparison of speed is a ratio of two things that took turns in one run. Results are printed as JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
+
+import draftwood as dw
+from draftwood.core.loading import load_model
+from draftwood.drafters.draft_model import DraftModel
+from draftwood.plugins import load_registry
+from draftwood.study.default_prompts import PACKAGED
+
+SIZES = {"vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+TINY: dict[str, Any] = {
+    "llama": LlamaConfig(**SIZES, intermediate_size=64, num_key_value_heads=2),
+    "qwen3": Qwen3Config(**SIZES, intermediate_size=64, num_key_value_heads=2, head_dim=8),
+    "gemma3, sliding": Gemma3TextConfig(
+        **SIZES, intermediate_size=64, num_key_value_heads=2, head_dim=8, sliding_window=6
+    ),
+    "gpt2": GPT2Config(vocab_size=128, n_embd=32, n_layer=3, n_head=4),
+    "mixtral": MixtralConfig(**SIZES, intermediate_size=64, num_key_value_heads=2, num_local_experts=4),
+}  # fmt: skip
+SHOWN = ["dtype", "drafter", "tokens", "tokens_per_second", "speedup", "interval", "tau", "acceptance_by_depth"]
+SELF_CONTAINED = ["none", "prompt-lookup", "lookahead", "lookahead+prompt-lookup"]
+
+
+def show(**result: Any) -> None:
+    print(json.dumps(result), flush=True)
+
+
+def drafters_for(target: dw.Target) -> dict[str, Any]:
+    """Every drafter that needs no trained heads. The draft model is the target itself without a layer of its own."""
+    half = target.layers // 2
+    return {
+        **{name: name for name in SELF_CONTAINED},
+        "draft-model, chain": DraftModel(model=target, gamma=4),
+        "draft-model, dynamic tree": DraftModel(model=target, tree="dynamic", gamma=3, nodes=8, width=2),
+        "layer-skip": load_registry().create_drafter("layer-skip", {"skip": {"attention": [half], "mlp": [half]}}),
+        "early-exit": load_registry().create_drafter("early-exit", {"exit_layer": target.layers - 1}),
+    }
+
+
+def identity(name: str, target: dw.Target, prompts: list[list[int]], length: int) -> None:
+    """Greedy text against `generate`, and coupled text against `none`, batch 1 and a ragged batch of 4."""
+    plain, coupled = [], None
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": length}
+        plain.append(target.model.generate(ids, **given)[0, len(prompt) :].tolist())
+    same = tried = coupled_same = coupled_tried = 0
+    differing = []
+    for label, drafter in drafters_for(target).items():
+        for batch_size in (1, 4):
+            greedy = dw.Decoder(target, drafter).generate(prompts, max_new_tokens=length, batch_size=batch_size)
+            hits = sum(out.tokens == text for out, text in zip(greedy, plain, strict=True))
+            same, tried = same + hits, tried + len(prompts)
+            if hits < len(prompts):
+                differing.append(label)
+        sampled = dw.Decoder(target, drafter, rule="coupled").generate(
+            prompts, max_new_tokens=length, temperature=1.0, seed=1, batch_size=4
+        )
+        texts = [out.tokens for out in sampled]
+        coupled = coupled or texts
+        coupled_tried += len(texts)
+        coupled_same += sum(one == other for one, other in zip(texts, coupled, strict=True))
+    show(
+        figure="identical texts",
+        model=name,
+        dtype=str(target.dtype),
+        greedy=f"{same}/{tried}",
+        coupled=f"{coupled_same}/{coupled_tried}",
+        differing=differing,
+    )
+
+
+def against_generate(target: dw.Target, prompts: list[list[int]], length: int, rounds: int) -> None:
+    """`none` through the engine against `model.generate`, taking turns; decoding and prefill together."""
+    decoder, ratios, other, seconds = dw.Decoder(target), [], 0.0, 0.0
+    for turn in range(rounds + 1):
+        for index, prompt in enumerate(prompts):
+            took = {}
+            for who in ("engine", "generate") if (turn + index) % 2 else ("generate", "engine"):
+                start = time.perf_counter()
+                if who == "engine":
+                    out = decoder.generate(prompt, max_new_tokens=length, eos_token_id=[])
+                else:
+                    ids = torch.tensor([prompt])
+                    given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
+                    target.model.generate(ids, max_new_tokens=length, min_new_tokens=length, **given)
+                took[who] = time.perf_counter() - start
+            if turn:  # the first turn warms up
+                ratios.append(took["generate"] / took["engine"])
+                spent = out.stats.seconds
+                other += spent.total - spent.prefill - spent.verify
+                seconds += spent.total - spent.prefill
+    show(
+        figure="speed of `none` over model.generate",
+        dtype=str(target.dtype),
+        median=round(statistics.median(ratios), 3),
+        quartiles=[round(value, 3) for value in statistics.quantiles(ratios, n=4)[::2]],
+        pairs=len(ratios),
+    )
+    show(figure="share of a plain round that the engine adds", dtype=str(target.dtype), share=round(other / seconds, 4))
+
+
+def drafted_overhead(target: dw.Target, prompts: list[list[int]], length: int) -> None:
+    """Everything but the target's forwards and the drafter's, for prompt lookup, whose drafting is bookkeeping too."""
+    outs = [dw.Decoder(target, "prompt-lookup").generate(prompt, max_new_tokens=length) for prompt in prompts]
+    spent = [out.stats.seconds for out in outs]
+    rounds = sum(one.total - one.prefill for one in spent)
+    added = sum(one.accept + one.commit + one.other for one in spent)
+    show(figure="share of a prompt-lookup round that the engine adds", share=round(added / rounds, 4))
+
+
+def prompt_lookup_on_summaries(target: dw.Target, limit: int) -> None:
+    """Prompt lookup against `none` on the packaged prompts that repeat their source, interleaved."""
+    chosen = [text for category, text in PACKAGED if "summ" in category]
+    chats = [[{"role": "user", "content": text}] for text in chosen][:limit]
+    report = dw.compare(target, ["prompt-lookup:gamma=4", "prompt-lookup"], prompts=chats, max_new_tokens=64)
+    for row in report.rows:
+        show(figure="prompt lookup on summaries", **{name: getattr(row, name) for name in SHOWN})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", action="append", help="of the speed figures; float32 and bfloat16 by default")
+    parser.add_argument("--quick", action="store_true", help="fewer prompts and shorter texts")
+    given = parser.parse_args()
+    length, count = (16, 2) if given.quick else (48, 4)
+
+    tiny_prompts = [[5, 6, 7, 5, 6, 7, 5], [9, 8], [3, 3, 3, 3, 3, 3, 3, 3, 3], [20, 21, 22, 20]]
+    for name, config in TINY.items():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config).float().eval()
+        identity(f"tiny {name}", dw.Target(model), tiny_prompts, 32)
+    for dtype in given.dtype or ["float32", "bfloat16"]:
+        model, tokenizer = load_model("smollm2", dtype=dtype)
+        target = dw.Target(model, tokenizer)
+        decoder = dw.Decoder(target)
+        prompts = [decoder.encode([{"role": "user", "content": text}]) for _, text in PACKAGED[:count]]
+        if dtype == "float32":
+            identity("SmolLM2-135M", target, prompts, length)
+        against_generate(target, prompts, length, rounds=1 if given.quick else 3)
+        drafted_overhead(target, prompts, length)
+        prompt_lookup_on_summaries(target, limit=count)
+
+
+if __name__ == "__main__":
+    main()
