@@ -81,7 +81,7 @@ class NgramIndex:
         """
         tried: set[int] = set()
         for length in self._lengths:
-            followers = self._followers.get(tuple(text[-length:]), {}) if length <= len(text) else {}
+            followers = self._followers.get(tuple(text[-length:]), {})
             for follower, position in reversed(followers.items()):
                 if follower not in tried:
                     tried.add(follower)
