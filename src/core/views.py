@@ -101,7 +101,7 @@ def weights_read(scorer: Target) -> int:
     At small batches a forward takes as long as its weights take to arrive. Of experts all are counted; the
     embeddings are looked up, not read.
     """
-    head = scorer.model.get_output_embeddings()
+    head: nn.Module = scorer.model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return sum(parameter.numel() for part in (scorer.blocks, head) for parameter in part.parameters())
 
 

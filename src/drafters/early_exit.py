@@ -31,7 +31,7 @@ class EarlyExit(ViewDrafter):
         width: contexts that a dynamic tree continues at each level, and children it tries in each.
         threshold: the draft goes no further behind a token for which its top probability was below this; 0 never
             stops early.
-        adaptive: move the threshold, row by row, to hold an acceptance of 0.9.
+        adaptive: move a threshold above 0, row by row, so as to hold an acceptance of 0.9.
 
     Raises:
         InvalidRequest: an option that cannot work.

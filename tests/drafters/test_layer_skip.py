@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftwood.core.errors import InvalidCheckpoint, InvalidRequest
+from draftwood.core.loading import load_model
 from draftwood.core.target import Target
 from draftwood.core.tree import TokenTree
 from draftwood.core.views import layer_view
@@ -232,3 +233,39 @@ def test_a_missing_file(target, tmp_path: Path):
 def test_bad_options(target, options: dict[str, Any], message: str):
     with pytest.raises(InvalidRequest, match=message):
         Decoder(target, LayerSkip(**options))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("layer-skip+prompt-lookup", {"layer-skip": {"skip": SKIP}}),
+        ("early-exit+layer-skip", {"early-exit": {"exit_layer": 2}, "layer-skip": {"skip": SKIP}}),
+    ],
+)
+def test_beside_another_drafter(target, name: str, options: dict[str, Any]):
+    """A merged tree has no exit states; drafters that share the target's cache do not disturb each other."""
+    settings: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": []}
+    plain = Decoder(target).generate(PROMPTS, **settings)
+    got = Decoder(target, name, drafter_options=options).generate(PROMPTS, **settings)
+    assert [one.tokens for one in got] == [one.tokens for one in plain]
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("drafter", ["layer-skip", "early-exit"])
+def test_float32_text_of_a_real_model_is_the_plain_one(real, drafter, shape):
+    target, plain = real
+    options = {"skip": {"attention": [9, 13, 17, 21], "mlp": [21]}} if drafter == "layer-skip" else {"exit_layer": 24}
+    got = Decoder(target, drafter, drafter_options=options | SHAPES[shape]).generate(CHATS, max_new_tokens=24)
+    assert [one.tokens for one in got] == [one.tokens for one in plain]
+    assert sum(sum(one.stats.accepted_by_depth) for one in got) > 0
+
+
+CHATS = [[{"role": "user", "content": text}] for text in ("What is gravity?", "List three tips for staying healthy.")]
+
+
+@pytest.fixture(scope="module")
+def real() -> tuple[Target, Any]:
+    target = Target(*load_model("smollm2", dtype="float32"))
+    return target, Decoder(target).generate(CHATS, max_new_tokens=24)
