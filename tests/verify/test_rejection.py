@@ -93,6 +93,8 @@ def test_residual_and_its_fallback() -> None:
     assert mass == pytest.approx(0.22, abs=1e-15)
     fallback, mass = rejection.residual(P, P.clone())
     assert (fallback.tolist(), mass) == (P.tolist(), 0.0)
+    fallback, mass = rejection.residual(P, Q, 0.1)  # nothing left though p is not q
+    assert (fallback.tolist(), mass) == (P.tolist(), 0.0)
 
 
 def test_a_rejection_without_residual_still_draws_from_p() -> None:

@@ -70,15 +70,21 @@ def test_the_root_is_accepted_with_probability_one_exactly() -> None:
     assert all(probabilities[-1] == 1.0 for probabilities in asked)
 
 
-def test_a_leaf_that_is_rejected_costs_no_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    visits: list[Tensor] = []
+@pytest.fixture
+def visits(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Returns a list that grows with every softmax."""
+    softmaxes: list[Tensor] = []
     softmax = rejection.probabilities
 
     def counting(logits: Tensor) -> Tensor:
-        visits.append(logits)
+        softmaxes.append(logits)
         return softmax(logits)
 
     monkeypatch.setattr(rejection, "probabilities", counting)
+    return softmaxes
+
+
+def test_a_leaf_that_is_rejected_costs_no_softmax(visits: list[Tensor]) -> None:
     tree = TokenTree.from_lists([[0, 1, 2]], [[-1, -1, -1]])
     logits = torch.tensor([0.2, 0.3, 0.5]).log().expand(1, 4, 3)
     costs = []
@@ -86,6 +92,13 @@ def test_a_leaf_that_is_rejected_costs_no_softmax(monkeypatch: pytest.MonkeyPatc
         costs.append((len(visits), len(verdict.paths[0])))
         visits.clear()
     assert {cost - accepted for cost, accepted in costs} == {1}
+
+
+def test_what_hangs_on_an_impossible_token_costs_no_softmax(visits: list[Tensor]) -> None:
+    tree = TokenTree.from_lists([[0, 1, 2]], [[-1, 0, 1]])
+    logits = torch.tensor([0.0, 0.5, 0.5]).log().expand(1, 4, 3)
+    verdict = Traversal().verify(Proposal(tree), logits, [EnumeratingSource([])], [0])
+    assert (verdict.paths, len(visits)) == ([[]], 1)
 
 
 def test_a_long_chain_needs_no_deep_recursion() -> None:

@@ -86,11 +86,11 @@ def test_swapped_defaults_would_be_noticed() -> None:
 
 
 def test_length_comes_before_likelihood_and_likelihood_before_order() -> None:
-    root, other = [0.2, 0.5, 0.3], [0.3, 0.3, 0.4]
+    root, after_0, after_2, other = [0.2, 0.5, 0.3], [0.1, 0.8, 0.1], [0.3, 0.1, 0.6], [0.3, 0.3, 0.4]
     assert judge(Typical(), [root, other, other, other], [0, 1, 2], [-1, -1, -1]) == [1]
-    # 0 then 1 has likelihood 0.06, 2 then 2 has 0.12, and 1 alone, 0.5, is shorter.
+    # Of the whole path: 0 then 1 has 0.2 * 0.8, less than the 0.3 * 0.6 of 2 then 2; 1 alone has 0.5 but is shorter.
     tree = ([0, 1, 2, 1, 2], [-1, -1, -1, 0, 2])
-    assert judge(Typical(), [root, *[other] * 5], *tree) == [2, 4]
+    assert judge(Typical(), [root, after_0, other, after_2, other, other], *tree) == [2, 4]
 
 
 @pytest.mark.parametrize("options", [{"epsilon": -0.1}, {"epsilon": 1.5}, {"epsilon": math.nan}, {"delta": -1.0}])
