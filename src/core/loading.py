@@ -187,6 +187,8 @@ def _write_converted(path: Path, directory: Path) -> None:
     try:
         model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.bfloat16, **unpacked, **place)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **place)
+    except ImportError as error:
+        raise ModelNotFound(f"reading {path.name!r} needs more packages: {_describe(error)}") from error
     except Exception as error:  # whatever the readers of weights and vocabulary stumble over
         raise InvalidCheckpoint(f"cannot read {str(path)!r} as GGUF: {_describe(error)}") from error
     # A model that came from GGUF refuses to be saved: give its weights to one that does not remember where from.

@@ -18,7 +18,7 @@ from draftwood.core.errors import InvalidCheckpoint, InvalidRequest, ModelNotFou
 from draftwood.core.loading import load_model
 
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(92))]
-CHARACTERS = [*WORDS[:4], *(chr(code) for code in range(33, 124)), "ab"]
+CHARACTERS = [*WORDS[:4], *(chr(code) for code in range(33, 123)), "ab", "cd"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 IDS = torch.tensor([[1, 20, 30, 40]])
 
@@ -66,7 +66,7 @@ def tiny_gguf(tmp_path) -> Path:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(CHARACTERS)
     writer.add_token_types([gguf.TokenType.CONTROL] * 4 + [gguf.TokenType.NORMAL] * 92)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
