@@ -61,18 +61,23 @@ def candidates(
         return Candidates(top.indices, top.values, None)
     vocabulary = log_q.shape[-1]
     if state.style == "coupled":
-        noise = torch.stack([row.source.gumbel(len(row.tokens) + depth - 1, vocabulary) for row in rowset])
-        tokens = (log_q + noise.to(log_q.device)).topk(count, -1).indices
-        return Candidates(tokens, log_q.gather(-1, tokens), None)
-    noise = torch.stack([_gumbel(row.generator, vocabulary) for row in rowset]).to(log_q.device)
+        drawn = [row.source.gumbel(len(row.tokens) + depth - 1, vocabulary) for row in rowset]
+    else:
+        drawn = [_gumbel(row.generator, vocabulary) for row in rowset]
+    greedy = torch.tensor([row.pipeline.greedy for row in rowset], device=log_q.device)[:, None]
+    noise = torch.stack(drawn).to(log_q.device).masked_fill(greedy, 0.0)  # a row at temperature 0 chooses
     tokens = (log_q + noise).topk(count, -1).indices
-    return Candidates(tokens, log_q.gather(-1, tokens), _sibling_law(log_q.exp(), tokens))
+    log_probs = log_q.gather(-1, tokens)
+    if state.style == "coupled":
+        return Candidates(tokens, log_probs, None)
+    return Candidates(tokens, log_probs, _sibling_law(log_q.exp(), tokens, greedy[:, :, None]))
 
 
-def _sibling_law(q: Tensor, tokens: Tensor) -> Tensor:
+def _sibling_law(q: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
     """Returns the law of each of the siblings given its elders, [contexts, count, vocabulary].
 
-    Where q has fewer tokens than siblings the surplus ones were not drawn from it: they become point masses.
+    Where q has fewer tokens than siblings the surplus ones were not drawn from it: they become point masses, as do
+    those of contexts that were `chosen`, [contexts, 1, 1] bool.
     """
     contexts, count = tokens.shape
     law = q[:, None].repeat(1, count, 1)
@@ -81,7 +86,7 @@ def _sibling_law(q: Tensor, tokens: Tensor) -> Tensor:
     law /= law.sum(-1, keepdim=True).clamp(min=torch.finfo(law.dtype).tiny)
     surplus = law.gather(-1, tokens[:, :, None]) <= 0.0
     one_hot = torch.zeros_like(law).scatter_(-1, tokens[:, :, None], 1.0)
-    return torch.where(surplus, one_hot, law)
+    return torch.where(surplus | chosen, one_hot, law)
 
 
 def _gumbel(generator: torch.Generator, vocabulary: int) -> Tensor:
