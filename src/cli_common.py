@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
-from typer.exceptions import TyperException
 
 from .core.errors import DraftwoodError
 
@@ -32,9 +31,12 @@ class Commands(TyperGroup):
         """Runs a command line."""
         try:
             code = super().main(*args, standalone_mode=False, **extra)
-        except (DraftwoodError, TyperException) as error:
-            message = error.format_message() if isinstance(error, TyperException) else str(error)
-            remark(f"draftwood: {' '.join(message.split())}")
+        except Exception as error:
+            # A wrong command line is an error of typer's or of click's, by typer's version; each can format itself.
+            describe = getattr(error, "format_message", None)
+            if describe is None and not isinstance(error, DraftwoodError):
+                raise
+            remark(f"draftwood: {' '.join((describe() if describe else str(error)).split())}")
             code = 2
         except KeyboardInterrupt:
             code = 130

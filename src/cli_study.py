@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -14,13 +14,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .cli_common import Device, DType, JsonFlag, Model, err, out, print_json, remark
+from .core.errors import InvalidRequest
 from .core.target import Target
 from .study import run
 from .study import theory as theories
 from .study.environment import default_device
 from .study.prompts import PromptSet, load_prompts
 from .study.report import Report
-from .study.spec import DrafterSpec, parse_specs
+from .study.spec import DrafterSpec, parse_specs, parse_value
 from .study.verification import Verification, verify_drafters
 
 Drafters = Annotated[
@@ -149,15 +150,40 @@ def verify(
 
 
 def theory(
-    alpha: Annotated[float, typer.Option(help="Probability that a drafted token is accepted.")],
+    alpha: Annotated[float | None, typer.Option(help="Probability that a drafted token is accepted.")] = None,
     gamma: Annotated[int | None, typer.Option(help="Tokens drafted a round; default: the best.")] = None,
     c: Annotated[float, typer.Option("--c", help="Cost of a draft step over a pass of the target.")] = 0.0,
     v: Annotated[float, typer.Option("--v", help="Cost of a verifying pass over a single-token pass.")] = 1.0,
+    by_rank: Annotated[
+        str | None, typer.Option(help="For trees: acceptance of the first, second, ... sibling, such as 0.6,0.2,0.1.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Nodes of the tree.")] = 16,
     json_output: JsonFlag = False,
 ) -> None:
     """Predict tokens a round and speedup from acceptance and cost, and when drafting does not pay."""
+    if (alpha is None) == (by_rank is None):
+        raise InvalidRequest("give either --alpha, for chains, or --by-rank, for trees")
+    if alpha is None:
+        _tree_theory([parse_value(rate) for rate in (by_rank or "").split(",")], nodes, c, v, json_output)
+    else:
+        _chain_theory(alpha, gamma, c, v, json_output)
+
+
+def _tree_theory(acceptance: list[Any], nodes: int, c: float, v: float, json_output: bool) -> None:
+    tree = theories.best_tree(acceptance, nodes)
+    depth = tree.depth
+    speed = tree.tokens / (depth * c + v)
+    if json_output:
+        print_json(asdict(tree) | {"depth": depth, "speedup": speed})
+        return
+    out.print(f"best tree of {len(tree.parents)} nodes: depth {depth}, {tree.tokens:.2f} tokens a round, {speed:.2f}x")
+    out.print(f"parents {' '.join(map(str, tree.parents))}")
+    out.print(f"ranks   {' '.join(map(str, tree.ranks))}")
+
+
+def _chain_theory(alpha: float, gamma: int | None, c: float, v: float, json_output: bool) -> None:
     best = theories.best_gamma(alpha, c, lambda _: v)
-    lengths = sorted({gamma if gamma is not None else best, *range(1, 9), best} - {0})
+    chosen = gamma if gamma is not None else best
     predicted = [
         {
             "gamma": length,
@@ -165,9 +191,8 @@ def theory(
             "speedup": theories.speedup(alpha, length, c, v),
             "break_even_alpha": theories.break_even_alpha(length, c, v),
         }
-        for length in lengths
+        for length in sorted({chosen, best, *range(1, 9)} - {0})
     ]
-    chosen = gamma if gamma is not None else best
     if json_output:
         print_json({"alpha": alpha, "c": c, "v": v, "best_gamma": best, "gamma": chosen, "predictions": predicted})
         return

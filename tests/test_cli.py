@@ -175,6 +175,10 @@ def test_theory_predicts():
     data = json.loads(good("theory", "--alpha", "0.4", "--c", "0.5", "--json").stdout)
     assert data["best_gamma"] == 0
     assert all(one["speedup"] < 1 for one in data["predictions"])
+    tree = json.loads(good("theory", "--by-rank", "0.6,0.2", "--nodes", "3", "--c", "0.1", "--json").stdout)
+    assert (tree["parents"], tree["depth"]) == ([-1, 0, 1], 3)
+    assert tree["speedup"] == pytest.approx(tree["tokens"] / 1.3) == pytest.approx(2.176 / 1.3)
+    assert "depth 3, 2.18 tokens a round" in good("theory", "--by-rank", "0.6,0.2", "--nodes", "3").stdout
     assert "do not draft" in good("theory", "--alpha", "0.4", "--c", "0.5").stdout
 
 
@@ -225,6 +229,8 @@ def unsupported(tmp_path):
         (["compare", "/nowhere/model", "--limit", "1"], "/nowhere/model"),
         (["report", "/nowhere"], "no study at"),
         (["verify", "MODEL", "nope"], "no drafter 'nope'"),
+        (["theory"], "either --alpha"),
+        (["theory", "--by-rank", "0.6,x"], "acceptance by rank must be probabilities"),
         (["theory", "--alpha", "2"], "alpha must be in [0, 1], got 2"),
     ],
 )

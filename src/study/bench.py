@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from ..core.errors import DraftwoodError
 from ..core.registry import Registry
 from ..core.rule import SeededSource
@@ -17,7 +15,7 @@ from ..core.target import Target
 from ..decoder import Decoder, Generation
 from .agreement import compare_texts, measure_noise
 from .cell import Cell
-from .environment import environment
+from .environment import PeakMemory, environment
 from .prompts import StudyPrompt
 from .spec import DrafterSpec
 from .store import Record
@@ -118,14 +116,12 @@ class Bench:
             "seed": cell.conditions.seed + cell.repeat,
         }
         count, size = cell.conditions.max_new_tokens, len(prompts)
-        cuda = self.target.device.type == "cuda"
         try:
             if label not in self._warm:
                 decoder.generate(prompts, batch_size=size, max_new_tokens=min(WARM_UP_TOKENS, count), **settings)
                 self._warm.add(label)
             self._watched[label].counts()
-            if cuda:
-                torch.cuda.reset_peak_memory_stats(self.target.device)
+            memory = PeakMemory(self.target.device)
             texts: list[Generation] = decoder.generate(prompts, batch_size=size, max_new_tokens=count, **settings)
         except Exception as error:  # a study outlives whatever one drafter raises
             _logger.info("%s failed", label, exc_info=True)
@@ -139,7 +135,7 @@ class Bench:
             "seconds": asdict(texts[0].stats.seconds),
             **counts,
             **_plain(self._watched[label].counts()),
-            "peak_bytes": torch.cuda.max_memory_allocated(self.target.device) if cuda else None,
+            "peak_bytes": memory.read(),
         }
 
     def _judge(self, cell: Cell, prompts: list[list[int]], runs: list[dict[str, Any]]) -> None:

@@ -47,6 +47,43 @@ def _fixed() -> dict[str, Any]:
     }
 
 
+class PeakMemory:
+    """The most memory in use from now on: of the accelerator, or of this whole process on a CPU under Linux.
+
+    Args:
+        device: where the target is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        if self._cuda is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+        else:
+            self._resets = _reset_resident_peak()
+
+    def read(self) -> int | None:
+        """Returns bytes; None where the system does not say."""
+        if self._cuda is not None:
+            return torch.cuda.max_memory_allocated(self._cuda)
+        return _resident_peak() if self._resets else None
+
+
+def _reset_resident_peak() -> bool:
+    """Resets the kernel's high-water mark of this process; says whether there is one."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def _resident_peak() -> int | None:
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)

@@ -24,6 +24,7 @@ class Section(NamedTuple):
     title: str
     overall: Grid
     categories: Grid
+    theory: Grid
     plots: list[Plot]
 
 
@@ -88,7 +89,8 @@ def _section(section: Section) -> str:
         f'<div class="wide">{html_table(section.overall)}</div>'
         f'<div class="plots">{figures}</div>'
         f'<details><summary>By category</summary><div class="wide">{html_table(section.categories)}</div></details>'
-        "</section>"
+        "<details><summary>Theory beside measurement</summary>"
+        f'<div class="wide">{html_table(section.theory)}</div></details></section>'
     )
 
 
@@ -110,6 +112,8 @@ _TERMS = {
     "tau": "mean tokens a round commits, the bonus token counted",
     "accepted by depth": "share of tokens accepted at depth 1, 2, ..., given that the ones before were",
     "draft ms, verify ms": "milliseconds a round",
+    "alpha, gamma, c, v": "acceptance probability, mean draft depth, cost of a draft level and of a verifying pass "
+    "over a single-token pass; a speedup above 1 needs an alpha above `pays from alpha`",
     "same text": "whether every text is plain decoding's; a near tie parts where the target can hardly tell two "
     "tokens apart; - where texts are drawn freely",
 }

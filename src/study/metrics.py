@@ -85,7 +85,7 @@ class Row:
         theory: what acceptance and costs alone predict; None where nothing was drafted.
         agreement: of the texts with plain decoding's; the worst. None where texts are drawn freely.
         differing: how many texts differ from plain decoding's.
-        peak_bytes: most accelerator memory in use; None on a CPU.
+        peak_bytes: most memory in use, of the accelerator or, on a CPU, of the whole process; None if unknown.
         errors: what went wrong, each message once.
     """
 

@@ -89,6 +89,14 @@ def draw(rows: Sequence[Row], by_category: Sequence[Row]) -> Iterator[Plot]:
             3.0,
         ),
         (
+            "rank",
+            "Acceptance by rank",
+            "How often each sibling is the accepted one, eldest first, where there were so many.",
+            [row for row in drafted if len(row.acceptance_by_rank) > 1],
+            _acceptance_by_rank,
+            2.6,
+        ),
+        (
             "time",
             "Where the time goes",
             "Milliseconds a committed token, by phase.",
@@ -160,15 +168,23 @@ def _speedups(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _acceptance(axes: Axes, rows: Sequence[Row]) -> None:
+    _rates(axes, rows, [row.acceptance_by_depth for row in rows], "depth")
+
+
+def _acceptance_by_rank(axes: Axes, rows: Sequence[Row]) -> None:
+    _rates(axes, rows, [row.acceptance_by_rank for row in rows], "rank among the siblings")
+
+
+def _rates(axes: Axes, rows: Sequence[Row], rates: Sequence[Sequence[float]], label: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     palette = colours(rows)
-    for row in rows:
-        depths = range(1, len(row.acceptance_by_depth) + 1)
-        axes.plot(depths, row.acceptance_by_depth, "o-", color=palette[row.drafter], markersize=4, label=row.drafter)
+    for row, heights in zip(rows, rates, strict=True):
+        places = range(1, len(heights) + 1)
+        axes.plot(places, heights, "o-", color=palette[row.drafter], markersize=4, label=row.drafter)
     axes.set_ylim(0, 1.05)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("depth")
+    axes.set_xlabel(label)
     axes.set_ylabel("acceptance")
     axes.legend(fontsize=8)
 

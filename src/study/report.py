@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -155,11 +156,12 @@ class Report:
             notes.append("matplotlib is not installed, so there are no figures: pip install 'draftwood[plot]'")
         sections = []
         for index, (rows, figures) in enumerate(zip(self._groups(), drawn, strict=True), start=1):
-            sections.append(Section(_title(rows[0]), _grid(rows), _grid(self._categories(rows[0])), figures))
+            by_category = self._categories(rows[0])
+            sections.append(Section(_title(rows[0]), _grid(rows), _grid(by_category), _theory_grid(rows), figures))
             for figure in figures:
                 stem = figure.name if len(drawn) == 1 else f"{figure.name}-{index}"
                 _put(place / f"{stem}.svg", figure.svg)
-                (place / f"{stem}.png").write_bytes(figure.png)
+                _put(place / f"{stem}.png", figure.png)
         _put(place / PAGE, page("Comparison of drafters", notes, sections, self._facts()))
 
     def _name(self, row: Row) -> str:
@@ -239,6 +241,30 @@ def _grid(rows: Sequence[Row]) -> Grid:
     return Grid(headings, lines, len(varying) + 1)
 
 
+_THEORY = ("alpha", "gamma", "c", "v", "predicted tau", "tau", "predicted speedup", "speedup", "pays from alpha")
+
+
+def _theory_grid(rows: Sequence[Row]) -> Grid:
+    """Returns what theory says of each row, next to what was measured."""
+    lines = []
+    for row in rows:
+        theory = row.theory
+        if theory is not None and row.speedup is not None and row.tau is not None:
+            figures = (
+                theory.alpha,
+                theory.gamma,
+                theory.c,
+                theory.v,
+                theory.tokens,
+                row.tau,
+                theory.speedup,
+                row.speedup,
+            )
+            pays = "never" if theory.break_even is None else f"{theory.break_even:.2f}"
+            lines.append([row.drafter, *(f"{figure:.3g}" for figure in figures), pays])
+    return Grid(["drafter", *_THEORY], lines, 1)
+
+
 def _varying(rows: Sequence[Row]) -> list[str]:
     return [name for name in _CONDITIONS if len({getattr(row, name) for row in rows}) > 1]
 
@@ -282,5 +308,8 @@ def _holds_one(interval: tuple[float, float]) -> bool:
     return interval[0] <= 1 <= interval[1]
 
 
-def _put(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+def _put(path: Path, content: str | bytes) -> None:
+    """Writes a file whole or not at all, whoever else is writing it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    partial.replace(path)

@@ -103,6 +103,14 @@ class PlannedTree:
     ranks: tuple[int, ...]
     tokens: float
 
+    @property
+    def depth(self) -> int:
+        """Levels of the tree: draft steps a round."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent + 1] + 1)
+        return max(depths)
+
 
 def expected_tokens_of_tree(parents: Sequence[int], ranks: Sequence[int], acceptance: Sequence[float]) -> float:
     """Expected committed tokens a round of a tree: one, and for each node the chance that its path is accepted.
@@ -128,8 +136,11 @@ def best_tree(acceptance: Sequence[float], nodes: int, depth: int = LONGEST) -> 
     Raises:
         InvalidRequest: acceptances that are no probabilities or sum to more than 1, or nodes below 0.
     """
-    if not acceptance or min(acceptance) < 0 or sum(acceptance) > 1 + 1e-9 or nodes < 0:
-        raise InvalidRequest(f"acceptance must be probabilities that sum to at most 1, got {list(acceptance)}")
+    numbers = acceptance and all(isinstance(rate, int | float) and rate >= 0 for rate in acceptance)
+    if not numbers or sum(acceptance) > 1 + 1e-9:
+        raise InvalidRequest(f"acceptance by rank must be probabilities that sum to at most 1, got {list(acceptance)}")
+    if nodes < 0:
+        raise InvalidRequest(f"nodes must be >= 0, got {nodes}")
     ordered = sorted(range(len(acceptance)), key=lambda rank: -acceptance[rank])
     parents: list[int] = []
     ranks: list[int] = []

@@ -21,8 +21,8 @@ COUNTS = {
     "drafted": 20,
     "drafted_by_depth": [10, 10],
     "accepted_by_depth": [6, 3],
-    "tried_by_rank": [10],
-    "accepted_by_rank": [6],
+    "tried_by_rank": [10, 5],
+    "accepted_by_rank": [6, 1],
     "passes": [[3, 10, 0.9]],
 }
 
@@ -83,10 +83,12 @@ def test_the_page_needs_no_other_file(saved):
     assert "b" in checker.tags  # of captions, none of a drafter's name
     assert any(NASTY in text for text in checker.text)
     assert checker.tags.count("section") == 2
+    assert {"predicted speedup", "pays from alpha"} <= set(checker.text)
+    assert not list(saved.glob(".*"))
 
 
 def test_every_figure_is_there_as_svg_and_png(saved):
-    for name in ("speedup", "acceptance", "time", "width", "theory"):
+    for name in ("speedup", "acceptance", "rank", "time", "width", "theory"):
         for number in (1, 2):
             svg = ElementTree.parse(saved / f"{name}-{number}.svg").getroot()
             assert svg.tag.endswith("svg")

@@ -49,6 +49,7 @@ def test_every_drafter_runs_on_every_prompt_in_turn(tiny_target):
     assert all(run["tokens"] == runs_of(report, "none")[0]["tokens"] for run in report.records[0]["runs"])
     assert all(row.cells == 4 and row.tokens == 4 * 7 for row in report.rows)
     assert report.noise is not None
+    assert report.rows[0].peak_bytes > 50_000_000  # of the whole process
 
 
 def test_records_say_where_they_were_made(tiny_target, tiny_directory):

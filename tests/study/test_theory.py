@@ -89,7 +89,8 @@ def test_the_best_tree_beats_every_other_shape(weights, nodes):
 
 def test_a_chain_is_the_tree_of_one_rank():
     chain = theory.best_tree([0.7], 4)
-    assert chain.parents == (-1, 0, 1, 2)
+    assert (chain.parents, chain.depth) == ((-1, 0, 1, 2), 4)
+    assert theory.best_tree([0.7], 0).depth == 0
     assert chain.tokens == pytest.approx(theory.expected_tokens(0.7, 4))
     assert theory.best_tree([0.7], 4, depth=2).parents == (-1, 0)
 
@@ -121,6 +122,8 @@ def test_expected_tokens_of_a_tree_against_simulation():
         lambda: theory.speedup(0.5, 3, 0.1, 0.0),
         lambda: theory.best_tree([0.7, 0.7], 3),
         lambda: theory.best_tree([], 3),
+        lambda: theory.best_tree([-0.1], 3),
+        lambda: theory.best_tree([0.5], -1),
     ],
 )
 def test_values_outside_their_range_are_refused(call):
