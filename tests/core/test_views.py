@@ -197,9 +197,16 @@ def test_a_resumed_forward_runs_only_the_rest(tiny_llama: PreTrainedModel):
 
 
 def test_entering_a_model_that_scales_its_embeddings_is_noticed():
-    shape = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    assert not resumes_exactly(Target(tiny_model(GraniteConfig(**shape, embedding_multiplier=2.0))), 1)
-    assert resumes_exactly(Target(tiny_model(GraniteConfig(**shape, embedding_multiplier=1.0))), 1)
+    for multiplier in (1.0, 2.0):
+        config = GraniteConfig(
+            vocab_size=96,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            embedding_multiplier=multiplier,
+        )
+        assert resumes_exactly(Target(tiny_model(config)), 1) == (multiplier == 1.0)
 
 
 def test_features_of_the_last_blocks_output(tiny_llama: PreTrainedModel):
