@@ -115,8 +115,8 @@ def main() -> None:
                 "",
                 "A tiny random model of every causal language model family in the installed transformers. *Passed* "
                 "means: in a ragged batch, behind a kept path with a gap, tree logits equal those of the paths, with "
-                "windows shorter than the tree, and greedy text equals `generate`. *Refused* means an `UnsupportedModel` "
-                "error when the target is built.",
+                "windows shorter than the tree, and greedy text equals `generate`. *Refused* means an "
+                "`UnsupportedModel` error when the target is built.",
                 "",
                 *architecture_table(outcomes),
                 "",

@@ -30,7 +30,7 @@ class Commands(TyperGroup):
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Runs a command line."""
         try:
-            code = super().main(*args, standalone_mode=False, **extra)
+            code = super().main(*args, **{**extra, "standalone_mode": False})
         except Exception as error:
             # A wrong command line is an error of typer's or of click's, by typer's version; each can format itself.
             describe = getattr(error, "format_message", None)

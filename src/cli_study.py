@@ -224,7 +224,7 @@ def _specs(drafters: list[str] | None) -> list[DrafterSpec]:
 
 
 def _prompt_sets(prompts: list[str] | None) -> list[PromptSet]:
-    return [load_prompts(source) for source in prompts or [None]]
+    return [load_prompts(source) for source in prompts] if prompts else [load_prompts()]
 
 
 @contextmanager

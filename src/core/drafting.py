@@ -20,7 +20,10 @@ class Candidates(NamedTuple):
 
     Attributes:
         tokens: [contexts, count] int64.
-        log_probs: [contexts, count] float32, log q of each token (before elder siblings are removed).
+        log_probs: [contexts, count] float32, in falling order: how likely the siblings are, for whoever decides
+            where a tree grows on. Drawn siblings get the log of the greatest values of q, not of their own, since
+            a decision that knows what was drawn would bias its law. Where the coupled rule has fixed the noise,
+            the likelihood is softmax(log q + noise).
         law: [contexts, count, vocabulary] float32, or None when the tokens were chosen.
     """
 
@@ -66,11 +69,12 @@ def candidates(
         drawn = [_gumbel(row.generator, vocabulary) for row in rowset]
     greedy = torch.tensor([row.pipeline.greedy for row in rowset], device=log_q.device)[:, None]
     noise = torch.stack(drawn).to(log_q.device).masked_fill(greedy, 0.0)  # a row at temperature 0 chooses
-    tokens = (log_q + noise).topk(count, -1).indices
-    log_probs = log_q.gather(-1, tokens)
+    noisy = log_q + noise
+    top = noisy.topk(count, -1)
     if state.style == "coupled":
-        return Candidates(tokens, log_probs, None)
-    return Candidates(tokens, log_probs, _sibling_law(log_q.exp(), tokens, greedy[:, :, None]))
+        return Candidates(top.indices, top.values - noisy.logsumexp(-1, keepdim=True), None)
+    law = _sibling_law(log_q.exp(), top.indices, greedy[:, :, None])
+    return Candidates(top.indices, log_q.topk(count, -1).values, law)
 
 
 def _sibling_law(q: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:

@@ -93,6 +93,7 @@ class Engine:
         scores = self.target.score(
             state.cache, pending, proposal.tree, first=first, features=self.drafter.features, exit=proposal.exit
         )  # logits [rows, 1 + nodes, vocabulary]
+        proposal = proposal.to(scores.logits.device)
         scored = time.perf_counter()
 
         paths = tree_paths(proposal.tree) if any(row.pipeline.needs_history for row in rows) else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from .tree import TokenTree
@@ -51,6 +52,10 @@ class Proposal:
     def empty(cls, batch: int) -> Proposal:
         """Returns the proposal that drafts nothing."""
         return cls(TokenTree.empty(batch))
+
+    def to(self, device: torch.device) -> Proposal:
+        """Returns the same proposal with tree and law on `device`."""
+        return replace(self, tree=self.tree.to(device), law=None if self.law is None else self.law.to(device))
 
 
 @dataclass(frozen=True)

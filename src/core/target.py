@@ -199,18 +199,19 @@ class Target:
         span = cache.open(ids.shape[1], first, opened)
         positions = tree_positions(lengths, width, tree, device)
         masks = tree_masks(self.mask_plan, lengths, width, tree, positions, span, self.dtype, opened)
-        # Column 0 of the logits is the last pending one, which differs between rows in a ragged prefill only.
-        ragged = len(set(counts)) > 1
         columns = (ids, positions[:, opened:], masks, cache)
-        keep = width if ragged else min(width, 1) + tree.width - opened
+        # Column 0 of the logits is the last pending one, which differs between rows in a ragged prefill only.
+        ends = [max(count - 1, 0) for count in counts]
+        ragged = len(set(counts)) > 1
+        keep: int | list[int] = sorted(set(ends)) if ragged else min(width, 1) + tree.width - opened
         keep = keep if head else 0
         if exit is None or any(name != "last" and name < exit.layer for name in features):
             logits, captured = self.call(*columns, keep=keep, features=features)
         else:
             logits, captured = self._resume(exit, *columns, keep=keep, features=features)
-        if ragged and keep:
-            index = torch.tensor([max(count - 1, 0) for count in counts], device=logits.device)
-            logits = logits[torch.arange(len(counts), device=logits.device), index][:, None]
+        if isinstance(keep, list):
+            index = torch.tensor([keep.index(end) for end in ends], device=logits.device)
+            logits = logits[torch.arange(len(ends), device=logits.device), index][:, None]
         cache.advance(counts)
         return Scores(logits, captured, counts)
 
@@ -221,7 +222,7 @@ class Target:
         masks: Any,
         cache: Any,
         *,
-        keep: int,
+        keep: int | list[int],
         features: frozenset[FeatureName] = frozenset(),
         hidden: Tensor | None = None,
     ) -> tuple[Tensor, dict[FeatureName, Tensor]]:
@@ -232,7 +233,7 @@ class Target:
             positions: [batch, columns] int64.
             masks: as `tree_masks` makes them.
             cache: a cache of transformers' interface.
-            keep: of how many columns, counted from the end, the logits are wanted.
+            keep: of how many columns, counted from the end, the logits are wanted; or of which columns.
             features: what to capture.
             hidden: [batch, columns, width], what goes into the first block in place of the ids' embeddings.
 
@@ -241,17 +242,21 @@ class Target:
         """
         names, model = self._arguments, self.model if keep else self._decoder
         arguments: dict[str, Any] = {"attention_mask": masks, "position_ids": positions, names.cache: cache}
+        wanted = torch.tensor(keep, device=ids.device) if isinstance(keep, list) else keep
         if names.logits_to_keep and keep:
-            arguments["logits_to_keep"] = keep
+            arguments["logits_to_keep"] = wanted
         with self._capture(features) as captured:
             entry = {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}
             output = model(**entry, return_dict=True, **arguments)
         if not keep:
             return torch.empty(*positions.shape[:1], 0, self.vocabulary_size, device=self.device), captured
-        return output.logits[:, -keep:], captured
+        logits: Tensor = output.logits
+        if not names.logits_to_keep:
+            logits = logits[:, wanted] if isinstance(keep, list) else logits[:, -keep:]
+        return logits, captured
 
     def _resume(
-        self, exit: ExitStates, *columns: Any, keep: int, features: frozenset[FeatureName]
+        self, exit: ExitStates, *columns: Any, keep: int | list[int], features: frozenset[FeatureName]
     ) -> tuple[Tensor, dict[FeatureName, Tensor]]:
         """Calls the blocks that the drafter has not run; block l of the target is block l - E of the view."""
         names = {name: name if name == "last" else name - exit.layer for name in features}

@@ -270,9 +270,7 @@ def _add_level(
     laws: int,
 ) -> None:
     """Adds the siblings made in each context; not those that q gives no probability."""
-    # Row 0 of the law is q itself.
-    scores = made.log_probs if made.law is None else made.law[:, 0].topk(made.tokens.shape[1]).values.log()
-    for row, parent, tokens, gains in zip(owners, parents, made.tokens.tolist(), scores.tolist(), strict=True):
+    for row, parent, tokens, gains in zip(owners, parents, made.tokens.tolist(), made.log_probs.tolist(), strict=True):
         tree, above = rows[row], rows[row].score(parent)
         for law, (token, gain) in enumerate(zip(tokens, gains, strict=True), start=laws):
             if gain > -math.inf:

@@ -76,9 +76,11 @@ def test_only_the_logits_that_are_needed_are_computed(tiny_llama) -> None:
         cache = target.new_cache(1)
         target.score(cache, [list(range(3, 40))], TokenTree.empty(1))
         target.score(cache, [[1]], TokenTree.chain(torch.tensor([[1, 2, 3]])))
+        cache.extend(2)
+        target.score(cache, [list(range(3, 30)), [5, 6]], TokenTree.empty(2), first=1)
     finally:
         handle.remove()
-    assert seen == [1, 4]
+    assert seen == [1, 4, 2]
 
 
 def test_the_model_is_left_as_it_was(tiny_llama) -> None:

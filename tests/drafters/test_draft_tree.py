@@ -79,7 +79,7 @@ def pick(draw: Draw | None) -> Callable[..., Candidates]:
                     )
                     law[context, sibling] = one_hot(int(tokens[context, sibling]), len(left))
                 left[tokens[context, sibling]] = 0.0
-        return Candidates(tokens, q.gather(1, tokens).log(), law)
+        return Candidates(tokens, q.topk(count).values.log(), law)
 
     return candidates
 

@@ -1,0 +1,139 @@
+"""The commands that prepare a target ahead of decoding: `search layer-skip`, `search early-exit`.
+
+Everything heavy is imported when its command runs: `draftwood.training` and optuna are not needed for anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .cli_common import Device, DType, JsonFlag, Model, out, print_json, remark
+from .cli_study import ChatFlag, Limit, Prompts, Seed, load_target
+from .cli_study import _progress as progress_bar
+from .core.errors import InvalidRequest
+from .core.target import Target
+from .study.prompts import StudyPrompt, load_prompts
+
+search = typer.Typer(no_args_is_help=True, help="Find the layers that a target can spare while it drafts.")
+
+
+class Objective(StrEnum):
+    """What a search makes large."""
+
+    proxy = "proxy"
+    speed = "speed"
+
+
+Output = Annotated[
+    Path,
+    typer.Option("--out", help="File for the drafter. Its trials lie beside it: the same command goes on with them."),
+]
+ObjectiveOption = Annotated[
+    Objective, typer.Option(help="`proxy`, a speedup computed without a clock; or `speed`, measured tokens per second.")
+]
+NewTokens = Annotated[int, typer.Option(help="Length of the texts that candidates are tried on.")]
+Gamma = Annotated[int, typer.Option(help="Most tokens in a draft.")]
+
+
+@search.command("layer-skip")
+def layer_skip(
+    model: Model,
+    output: Output,
+    prompts: Prompts = None,
+    limit: Limit = None,
+    trials: Annotated[int, typer.Option(help="Sets to try, those of an earlier call included.")] = 200,
+    objective: ObjectiveOption = Objective.proxy,
+    max_new_tokens: NewTokens = 64,
+    gamma: Gamma = 8,
+    seed: Seed = 0,
+    chat: ChatFlag = None,
+    dtype: DType = None,
+    device: Device = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Search the attention and MLP sub-layers to skip, for the drafter `layer-skip`."""
+    settings = {"trials": trials, "max_new_tokens": max_new_tokens, "gamma": gamma, "seed": seed}
+    loading = {"dtype": dtype, "device": device}
+    _search("layer-skip", "skip", model, output, prompts, limit, chat, objective, settings, loading, json_output)
+
+
+@search.command("early-exit")
+def early_exit(
+    model: Model,
+    output: Output,
+    prompts: Prompts = None,
+    limit: Limit = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Exits to try, those of an earlier call included.  [default: all]")
+    ] = None,
+    objective: ObjectiveOption = Objective.proxy,
+    max_new_tokens: NewTokens = 64,
+    gamma: Gamma = 8,
+    seed: Seed = 0,
+    chat: ChatFlag = None,
+    dtype: DType = None,
+    device: Device = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Search the layer to exit after, for the drafter `early-exit`."""
+    settings = {"trials": trials, "max_new_tokens": max_new_tokens, "gamma": gamma, "seed": seed}
+    loading = {"dtype": dtype, "device": device}
+    _search("early-exit", "exit_layer", model, output, prompts, limit, chat, objective, settings, loading, json_output)
+
+
+def _search(
+    drafter: str,
+    option: str,
+    model: str,
+    output: Path,
+    prompts: list[str] | None,
+    limit: int | None,
+    chat: bool | None,
+    objective: Objective,
+    settings: dict[str, Any],
+    loading: dict[str, str | None],
+    json_output: bool,
+) -> None:
+    """Runs one search; `option` is the drafter's option that takes the file."""
+    from .training import layer_search
+
+    run: Callable[..., Any] = {
+        "layer-skip": layer_search.search_layer_skip,
+        "early-exit": layer_search.search_early_exit,
+    }[drafter]
+    asked = [prompt for source in prompts or [None] for prompt in load_prompts(source, limit).prompts]
+    target = load_target(model, **loading)
+    with progress_bar() as progress:
+
+        def on_trial(done: Any) -> None:
+            best = "none yet" if done.best is None else f"{done.best.value:.3g}"
+            progress(done.finished, done.trials, f"{drafter}, best {best}")
+
+        texts = [_render(target, prompt, chat) for prompt in asked]
+        try:
+            found = run(target, texts, objective=objective.value, output=output, on_trial=on_trial, **settings)
+        except ImportError as error:  # optuna is an extra
+            raise InvalidRequest(str(error)) from error
+        except OSError as error:
+            raise InvalidRequest(f"cannot keep the search in {str(output)!r}: {error}") from error
+    if json_output:
+        print_json({"drafter": drafter, "file": str(output), **asdict(found)})
+        return
+    unit = "x expected" if objective is Objective.proxy else " tokens per second"
+    remark(f"best of {found.trials} trials: {found.options}, {found.value:.3g}{unit}")
+    remark(f"use it with --drafter {drafter} --option {option}={output}")
+    out.print(str(output), markup=False, soft_wrap=True)
+
+
+def _render(target: Target, prompt: StudyPrompt, chat: bool | None) -> Any:
+    """Returns a prompt's first turn as a decoder takes it; the answers to later ones are not known yet."""
+    templated = bool(getattr(target.tokenizer, "chat_template", None)) if chat is None else chat
+    if not templated:
+        return prompt.turns[0]
+    return [*prompt.history, {"role": "user", "content": prompt.turns[0]}]

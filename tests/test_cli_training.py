@@ -1,0 +1,134 @@
+"""The commands that search and train, on a tiny saved model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from draftwood.cli import app
+from draftwood.core.target import Target
+from draftwood.decoder import Decoder
+from draftwood.training.layer_search import search_early_exit, search_layer_skip
+from tests.drafters.view_checks import agreeing_model
+from tests.study.tiny import TEMPLATE, tiny_tokenizer
+
+SHORT = ["--max-new-tokens", "12", "--gamma", "3"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Four blocks, the last two of which contribute little."""
+    place = tmp_path_factory.mktemp("tiny")
+    model = agreeing_model(contribution=0.2)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(place)
+    tiny_tokenizer(chat=False).save_pretrained(place)
+    return str(place)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("abc abc abc\nto be or not to be\n")
+    return str(file)
+
+
+def dw(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def good(*arguments):
+    done = dw(*arguments)
+    assert done.exit_code == 0, done.stderr
+    return done
+
+
+def test_search_early_exit_writes_what_the_library_finds(tiny, prompts, tmp_path):
+    output = tmp_path / "new" / "exit.json"
+    done = good("search", "early-exit", tiny, "--prompts", prompts, "--out", output, *SHORT)
+    assert done.stdout == f"{output}\n"
+    assert f"--option exit_layer={output}" in done.stderr.replace("\n", "")
+    texts = ["abc abc abc", "to be or not to be"]
+    found = search_early_exit(Target.from_pretrained(tiny), texts, max_new_tokens=12, gamma=3)
+    content = json.loads(output.read_text())
+    assert content["options"] == found.options and content["search"]["value"] == found.value
+    option = f"exit_layer={output}"
+    good("generate", tiny, "abc", "--drafter", "early-exit", "--option", option, "--max-new-tokens", 6)
+
+
+def test_search_layer_skip_goes_on_where_it_was(tiny, prompts, tmp_path):
+    output = tmp_path / "skip.json"
+    arguments = ["search", "layer-skip", tiny, "--prompts", prompts, "--out", output, "--json", "--seed", 3, *SHORT]
+    first = json.loads(good(*arguments, "--trials", 4).stdout)
+    assert first["file"] == str(output) and first["drafter"] == "layer-skip" and first["trials"] == 4
+    again = json.loads(good(*arguments, "--trials", 4).stdout)
+    assert again == first
+    more = json.loads(good(*arguments, "--trials", 7).stdout)
+    assert more["trials"] == 7 and more["value"] >= first["value"]
+    assert json.loads(output.read_text())["options"] == more["options"]
+    other = dw(*arguments, "--trials", 7, "--gamma", 2)
+    assert other.exit_code == 2 and "was begun with" in other.stderr
+    texts = ["abc abc abc", "to be or not to be"]
+    target = Target.from_pretrained(tiny)
+    assert first["value"] == search_layer_skip(target, texts, trials=4, seed=3, max_new_tokens=12, gamma=3).value
+
+
+def test_the_packaged_prompts_the_chat_template_and_measured_speed(tiny, tmp_path, monkeypatch):
+    seen = []
+    encode = Decoder.encode
+    monkeypatch.setattr(Decoder, "encode", lambda self, prompt: seen.append(prompt) or encode(self, prompt))
+    options = ["--limit", 1, "--trials", 1, "--out", tmp_path / "exit.json", *SHORT]
+    value = json.loads(good("search", "early-exit", tiny, "--objective", "speed", *options, "--json").stdout)["value"]
+    assert value > 0
+    assert isinstance(seen[0], str) and len(seen[0]) > 20
+    chat = tmp_path / "chat"
+    Target.from_pretrained(tiny).model.save_pretrained(chat)
+    tiny_tokenizer().save_pretrained(chat)
+    assert tiny_tokenizer().chat_template == TEMPLATE
+    seen.clear()
+    options[options.index("--out") + 1] = tmp_path / "chat.json"
+    good("search", "early-exit", chat, *options)
+    assert [message["role"] for message in seen[0]] == ["user"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["search", "early-exit", "MODEL"], "--out"),
+        (["search", "early-exit", "MODEL", "--out", "OUT", "--objective", "tau"], "tau"),
+        (["search", "layer-skip", "MODEL", "--out", "OUT", "--trials", "0"], "trials must be >= 1, got 0"),
+        (["search", "layer-skip", "MODEL", "--out", "OUT", "--gamma", "0"], "gamma must be >= 1, got 0"),
+        (["search", "layer-skip", "MODEL", "--out", "OUT", "--prompts", "/nowhere.txt"], "cannot read prompts"),
+        (["search", "layer-skip", "/nowhere/model", "--out", "OUT"], "/nowhere/model"),
+        (["search", "early-exit", "MODEL", "--out", "/dev/null/exit.json"], "cannot keep the search in"),
+        (["search", "early-exit", "MODEL", "--out", "OUT", "--dtype", "int9"], "int9"),
+        (["search", "early-exit", "MODEL", "--out", "OUT", "--chat"], "no chat template"),
+        (["search", "nonsense"], "nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(tiny, tmp_path, arguments, message):
+    known = {"MODEL": tiny, "OUT": tmp_path / "out.json"}
+    check_refused(dw(*(known.get(one, one) for one in arguments)), message)
+
+
+def check_refused(done, message):
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if line.strip() and "Loading weights" not in line]
+    assert len(lines) == 1 and lines[0].startswith("draftwood: "), done.stderr
+    assert message in lines[0]
+
+
+def test_without_optuna(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    check_refused(dw("search", "early-exit", tiny, "--out", tmp_path / "x.json", *SHORT), "draftwood[search]")
+
+
+def test_the_command_line_does_not_import_training():
+    code = "import sys, draftwood.cli; print([name for name in sys.modules if name.startswith('draftwood.training')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
