@@ -107,7 +107,8 @@ def _search(
         "layer-skip": layer_search.search_layer_skip,
         "early-exit": layer_search.search_early_exit,
     }[drafter]
-    asked = [prompt for source in prompts or [None] for prompt in load_prompts(source, limit).prompts]
+    sources: list[str | None] = [*prompts] if prompts else [None]
+    asked = [prompt for source in sources for prompt in load_prompts(source, limit).prompts]
     target = load_target(model, **loading)
     with progress_bar() as progress:
 

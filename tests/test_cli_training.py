@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -126,9 +125,3 @@ def check_refused(done, message):
 def test_without_optuna(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     check_refused(dw("search", "early-exit", tiny, "--out", tmp_path / "x.json", *SHORT), "draftwood[search]")
-
-
-def test_the_command_line_does_not_import_training():
-    code = "import sys, draftwood.cli; print([name for name in sys.modules if name.startswith('draftwood.training')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
