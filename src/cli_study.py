@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -74,7 +73,6 @@ def compare(
     """Compare drafters with plain decoding on the same prompts, in the same run."""
     if demo:
         drafters, limit, max_new_tokens = drafters or DEMO_DRAFTERS, limit or DEMO_PROMPTS, DEMO_TOKENS
-        dtype = dtype or demo_dtype()
     with _progress() as progress:
         found = run.compare(
             [model, *(target or [])],
@@ -211,12 +209,6 @@ def load_target(model: str, dtype: str | None, device: str | None) -> Target:
     """Loads the target, saying so while it takes its time."""
     with err.status(f"loading {model}"):
         return Target.from_pretrained(model, dtype=dtype, device=device or default_device())
-
-
-def demo_dtype() -> str | None:
-    """float32 on a CPU that would emulate bfloat16, where passes over several tokens are slower than it; else None."""
-    native = any(torch.cpu.get_capabilities().get(feature) for feature in ("avx512_bf16", "amx_bf16", "bf16"))
-    return None if native or torch.cuda.is_available() else "float32"
 
 
 def _specs(drafters: list[str] | None) -> list[DrafterSpec]:

@@ -73,4 +73,4 @@ def tiny_gpt2() -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2-135M-Instruct and its tokenizer, in its own bfloat16. Never skipped: it installs with the tests."""
-    return load_model("smollm2")
+    return load_model("smollm2", dtype="bfloat16")

@@ -6,6 +6,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 import draftwood
 from draftwood import Decoder, DraftwoodError, InvalidRequest, Target, UnknownName
+from draftwood.core.loading import load_model
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +121,9 @@ def test_every_error_is_ours() -> None:
 
 
 @pytest.mark.real
-def test_the_demo_model_writes_what_generate_writes(smollm2) -> None:
-    model, tokenizer = smollm2
-    decoder = Decoder(Target(model.float(), tokenizer), "prompt-lookup")
+def test_the_demo_model_writes_what_generate_writes() -> None:
+    model, tokenizer = load_model("smollm2", dtype="float32")
+    decoder = Decoder(Target(model, tokenizer), "prompt-lookup")
     chat = [{"role": "user", "content": "Repeat this twice: the cat sat on the mat, the cat sat on the rug."}]
     result = decoder.generate(chat, max_new_tokens=40)
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)

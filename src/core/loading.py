@@ -49,7 +49,8 @@ def load_model(
     Args:
         source: `"smollm2"`, a directory as `save_pretrained` writes it, a `.gguf` file or a hub id. A GGUF file is
             converted once and kept under the user's cache directory; later loads read the converted copy.
-        dtype: of the weights, such as `"bfloat16"` or `torch.float32`; None takes the checkpoint's own.
+        dtype: of the weights, such as `"bfloat16"` or `torch.float32`; None takes the checkpoint's own, but float32
+            for the demo model on a CPU that would emulate its bfloat16.
         device: where the weights go; None leaves them on the CPU.
         attn_implementation: `"sdpa"`, `"eager"` ...; None takes the model's default.
         options: passed on to `from_pretrained`, such as `revision`, `token` or `trust_remote_code`.
@@ -60,6 +61,8 @@ def load_model(
         UnsupportedModel: transformers does not know the model as a causal language model.
         InvalidRequest: `dtype` or `attn_implementation` is none.
     """
+    if source == DEMO_MODEL and dtype is None and device is None and emulates_bfloat16():
+        dtype = torch.float32
     options |= {"dtype": _parse_dtype(dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -67,6 +70,12 @@ def load_model(
     if device is not None:
         model.to(device)  # type: ignore[arg-type]
     return model, tokenizer
+
+
+def emulates_bfloat16() -> bool:
+    """Whether this CPU computes bfloat16 in software: a pass over 16 tokens then costs several times float32's."""
+    able = torch.cpu.get_capabilities()
+    return not any(able.get(feature) for feature in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def _load(source: str | Path, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
