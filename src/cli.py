@@ -1,4 +1,4 @@
-"""The command line: `draftwood drafters | generate | compare | report | verify | theory | search`.
+"""The command line: `draftwood drafters | generate | compare | report | verify | theory | search | train`.
 
 Results go to stdout, progress and remarks to stderr. Whatever Draftwood refuses is one line on stderr and exit
 code 2; an interrupt is exit code 130.
@@ -35,6 +35,7 @@ app.command()(cli_study.report)
 app.command()(cli_study.verify)
 app.command()(cli_study.theory)
 app.add_typer(cli_training.search, name="search")
+app.add_typer(cli_training.train, name="train")
 
 
 def main() -> None:

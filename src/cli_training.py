@@ -1,4 +1,4 @@
-"""The commands that prepare a target ahead of decoding: `search layer-skip`, `search early-exit`.
+"""The commands that prepare a target ahead of decoding: `search layer-skip | early-exit`, `train layer-skip`.
 
 Everything heavy is imported when its command runs: `draftwood.training` and optuna are not needed for anything else.
 """
@@ -21,6 +21,14 @@ from .core.target import Target
 from .study.prompts import StudyPrompt, load_prompts
 
 search = typer.Typer(no_args_is_help=True, help="Find the layers that a target can spare while it drafts.")
+train = typer.Typer(no_args_is_help=True, help="Train for one target what drafts for it.")
+
+
+class Curriculum(StrEnum):
+    """Which exits a step learns."""
+
+    rotational = "rotational"
+    gradual = "gradual"
 
 
 class Objective(StrEnum):
@@ -85,6 +93,85 @@ def early_exit(
     settings = {"trials": trials, "max_new_tokens": max_new_tokens, "gamma": gamma, "seed": seed}
     loading = {"dtype": dtype, "device": device}
     _search("early-exit", "exit_layer", model, output, prompts, limit, chat, objective, settings, loading, json_output)
+
+
+@train.callback()
+def _train() -> None:
+    """Keeps the one command a sub-command."""
+
+
+@train.command("layer-skip")
+def train_layer_skip(
+    model: Model,
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="A .jsonl file of `text` or `messages`, of which the assistant's are learnt; or plain text, documents "
+            "separated by empty lines."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--out", help="Directory to make. A stopped run goes on when its command is repeated.")
+    ],
+    steps: Annotated[int, typer.Option(help="Updates of the weights.")],
+    exit_layers: Annotated[
+        str | None, typer.Option(help="Blocks behind which to exit, such as 4,8,12.  [default: every one from 2]")
+    ] = None,
+    p_max: Annotated[float, typer.Option(help="How often the last block is dropped.")] = 0.1,
+    e_scale: Annotated[float, typer.Option(help="How much early exits count beside the last layer.")] = 0.2,
+    curriculum: Annotated[Curriculum, typer.Option(help="Which exits a step learns.")] = Curriculum.rotational,
+    rotation: Annotated[int, typer.Option(help="Of the rotational curriculum: every which exit a step learns.")] = 8,
+    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
+    batch_size: Annotated[int, typer.Option(help="Sequences in a forward.")] = 4,
+    accumulate: Annotated[int, typer.Option(help="Forwards in a step.")] = 1,
+    learning_rate: Annotated[float, typer.Option(help="At its highest, before it falls on a cosine.")] = 2e-5,
+    warmup: Annotated[int, typer.Option(help="Steps in which the learning rate rises.")] = 0,
+    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.0,
+    clip: Annotated[float, typer.Option(help="Longest norm of the gradient.")] = 1.0,
+    seed: Seed = 0,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    dtype: Annotated[str | None, typer.Option(help="Type of weights and optimizer: float32 or bfloat16.")] = None,
+    device: Device = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Fine-tune a model so that its early exits draft well (LayerSkip), for the drafter `early-exit`."""
+    from .training.data import pack, read_documents
+    from .training.layer_skip import Recipe
+    from .training.layer_skip import train_layer_skip as run
+    from .training.loop import Schedule
+
+    recipe = Recipe(_layers(exit_layers), p_max, e_scale, curriculum.value, rotation)
+    schedule = Schedule(
+        steps, batch_size, accumulate, learning_rate, warmup, weight_decay, clip, seed, checkpoint_every
+    )
+    target = load_target(model, dtype, device)
+    sequences = pack(read_documents(data, target.tokenizer), length)
+    remark(f"{len(sequences)} sequences of {length} tokens")
+    last: dict[str, Any] = {}
+    with progress_bar() as progress:
+
+        def on_step(entry: dict[str, Any]) -> None:
+            last.update(entry)
+            progress(entry["step"], steps, f"loss {entry['loss']:.3f}")
+
+        try:
+            run(target.model, sequences, output, schedule, recipe, tokenizer=target.tokenizer, on_step=on_step)
+        except OSError as error:
+            raise InvalidRequest(f"cannot keep the training in {str(output)!r}: {error}") from error
+    if json_output:
+        print_json({"directory": str(output), **last})
+        return
+    remark(f"use it with draftwood generate {output} PROMPT --drafter early-exit --option exit_layer=...")
+    out.print(str(output), markup=False, soft_wrap=True)
+
+
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise InvalidRequest(f"--exit-layers takes numbers of blocks such as 4,8,12, got {text!r}") from error
 
 
 def _search(

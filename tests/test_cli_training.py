@@ -6,16 +6,22 @@ import json
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from draftwood.cli import app
 from draftwood.core.target import Target
 from draftwood.decoder import Decoder
+from draftwood.training.data import pack, read_documents
 from draftwood.training.layer_search import search_early_exit, search_layer_skip
+from draftwood.training.layer_skip import Recipe
+from draftwood.training.layer_skip import train_layer_skip as train_in_python
+from draftwood.training.loop import Schedule
 from tests.drafters.view_checks import agreeing_model
 from tests.study.tiny import TEMPLATE, tiny_tokenizer
 
 SHORT = ["--max-new-tokens", "12", "--gamma", "3"]
+TRAIN = ["train", "layer-skip", "MODEL", "--data", "DATA", "--out", "OUT", "--steps", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +113,37 @@ def test_the_packaged_prompts_the_chat_template_and_measured_speed(tiny, tmp_pat
         (["search", "early-exit", "MODEL", "--out", "OUT", "--dtype", "int9"], "int9"),
         (["search", "early-exit", "MODEL", "--out", "OUT", "--chat"], "no chat template"),
         (["search", "nonsense"], "nonsense"),
+        (["train", "layer-skip", "MODEL", "--out", "OUT", "--steps", "1"], "--data"),
+        ([*TRAIN, "--steps", "0"], "steps must be >= 1, got 0"),
+        ([*TRAIN, "--exit-layers", "2,x"], "such as 4,8,12, got '2,x'"),
+        ([*TRAIN, "--exit-layers", "2,4"], "exit_layers must be from 2 to 3"),
+        ([*TRAIN, "--p-max", "1"], "p_max must be in [0, 1), got 1"),
+        ([*TRAIN, "--curriculum", "sudden"], "sudden"),
+        ([*TRAIN, "--dtype", "float16"], "float16"),
+        ([*TRAIN, "--length", "1"], "length >= 2, got 1"),
+        ([*TRAIN, "--data", "/nowhere.txt"], "cannot read training data"),
+        ([*TRAIN, "--data", "EMPTY"], "holds no training data"),
+        ([*TRAIN, "--out", "/dev/null/model"], "cannot keep the training in"),
+        ([*TRAIN, "--out", "MODEL"], "exists"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(tiny, tmp_path, arguments, message):
-    known = {"MODEL": tiny, "OUT": tmp_path / "out.json"}
+    known = {
+        "MODEL": tiny,
+        "OUT": tmp_path / "out.json",
+        "DATA": tmp_path / "data.txt",
+        "EMPTY": tmp_path / "empty.txt",
+    }
+    known["DATA"].write_text("abc abc\n\nabd abd\n")
+    known["EMPTY"].write_text("\n")
     check_refused(dw(*(known.get(one, one) for one in arguments)), message)
 
 
 def check_refused(done, message):
     assert done.exit_code == 2, done.output
     assert done.stdout == ""
-    lines = [line for line in done.stderr.splitlines() if line.strip() and "Loading weights" not in line]
+    noise = ("Loading weights", " tokens")  # progress, and how much data there is
+    lines = [line for line in done.stderr.splitlines() if line.strip() and not any(word in line for word in noise)]
     assert len(lines) == 1 and lines[0].startswith("draftwood: "), done.stderr
     assert message in lines[0]
 
@@ -125,3 +151,55 @@ def check_refused(done, message):
 def test_without_optuna(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     check_refused(dw("search", "early-exit", tiny, "--out", tmp_path / "x.json", *SHORT), "draftwood[search]")
+
+
+def test_train_layer_skip_makes_a_model_that_early_exit_drafts_with(tiny, tmp_path):
+    data, output = tmp_path / "data.jsonl", tmp_path / "trained"
+    data.write_text('{"text": "abc abc abc"}\n{"text": "to be or not to be"}\n')
+    arguments = [
+        "--data",
+        data,
+        "--out",
+        output,
+        "--steps",
+        4,
+        "--length",
+        8,
+        "--batch-size",
+        2,
+        "--exit-layers",
+        "3,2",
+    ]
+    arguments += [
+        "--batch-size",
+        2,
+        "--dtype",
+        "float32",
+        "--learning-rate",
+        0.01,
+        "--curriculum",
+        "gradual",
+        "--checkpoint-every",
+        2,
+    ]
+    done = good("train", "layer-skip", tiny, *arguments)
+    assert done.stdout == f"{output}\n"
+    log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    assert [set(line) & {"exit 2", "exit 3", "last"} for line in log] == [{"exit 3", "last"}] + [
+        {"exit 2", "exit 3", "last"}
+    ] * 3
+    assert log[-1]["last"] < log[0]["last"]
+    target = Target.from_pretrained(output)
+    documents = read_documents(data, target.tokenizer)
+    schedule = Schedule(4, 2, learning_rate=0.01, checkpoint_every=2)
+    expected = train_in_python(
+        Target.from_pretrained(tiny, dtype="float32").model,
+        pack(documents, 8),
+        tmp_path / "python",
+        schedule,
+        Recipe(exit_layers=(2, 3), curriculum="gradual"),
+    )
+    trained = target.model.state_dict()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in expected.state_dict().items())
+    options = ["--drafter", "early-exit", "--option", "exit_layer=2", "--max-new-tokens", 6]
+    good("generate", output, "abc", *options)

@@ -11,6 +11,7 @@ time of one forward. Dropped blocks are computed and then ignored, so that dropp
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import os
 import shutil
@@ -156,7 +157,7 @@ def train_layer_skip(
     student: PreTrainedModel = copy.deepcopy(model).requires_grad_(True)
     student.train(False)
     blocks = _blocks(student)
-    about = {**asdict(recipe), "exit_layers": recipe.exits(len(blocks)), "dtype": str(model.dtype)}
+    about = {**asdict(recipe), "exit_layers": recipe.exits(len(blocks)), "model": _fingerprint(student)}
     working = output.with_name(output.name + ".training")
 
     def loss(tokens: Tensor, learnt: Tensor, step: int, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
@@ -173,6 +174,15 @@ def train_layer_skip(
 def _blocks(model: PreTrainedModel) -> nn.ModuleList:
     config = model.config.get_text_config(decoder=True)
     return find_blocks(find_decoder(model), getattr(config, "num_hidden_layers", 0))
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """A digest of a part of every weight, and of its type: enough to tell that a run began with another model."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        start = parameter.detach().flatten()[:256].cpu().contiguous().view(torch.uint8)
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode() + start.numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _draw(rates: Sequence[float], rows: int, generator: torch.Generator) -> Tensor:

@@ -1,0 +1,115 @@
+"""Reading, masking and packing of training data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftwood.core.errors import InvalidRequest
+from draftwood.training.data import Document, pack, read_documents
+from tests.study.tiny import tiny_tokenizer
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yes."},
+    {"role": "user", "content": "no?"},
+    {"role": "assistant", "content": "ok"},
+]
+
+
+def write(place: Path, *lines: Any) -> Path:
+    file = place / "data.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def learnt_text(tokenizer: Any, document: Document) -> str:
+    return "".join(
+        tokenizer.decode([token]) if flag else "|" for token, flag in zip(document.tokens, document.learnt, strict=True)
+    )
+
+
+def test_plain_text_is_split_at_empty_lines(tmp_path):
+    tokenizer = tiny_tokenizer()
+    file = tmp_path / "data.txt"
+    file.write_text("ab\ncd\n\n \n\nef\n")
+    documents = read_documents(file, tokenizer)
+    assert [tokenizer.decode(document.tokens[:-1]) for document in documents] == ["ab\ncd", "ef"]
+    assert all(document.tokens[-1] == tokenizer.eos_token_id for document in documents)
+    assert all(all(document.learnt) for document in documents)
+
+
+def test_only_what_the_assistant_says_is_learnt(tmp_path):
+    tokenizer = tiny_tokenizer()
+    text, chat = read_documents(write(tmp_path, {"text": "a b"}, {"messages": CHAT}), tokenizer)
+    assert tokenizer.decode(text.tokens) == "a b</s>"
+    whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert tokenizer.decode(chat.tokens) == whole == "user: hi\nassistant: yes.\nuser: no?\nassistant: ok\n"
+    expected = "|" * len("user: hi\nassistant: ") + "yes.\n" + "|" * len("user: no?\nassistant: ") + "ok\n"
+    assert learnt_text(tokenizer, chat) == expected
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
+    with pytest.raises(InvalidRequest, match="line 1: the chat template writes message 2 differently"):
+        read_documents(write(tmp_path, {"messages": CHAT}), tokenizer)
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        read_documents(write(tmp_path, {"messages": CHAT}), tiny_tokenizer(chat=False))
+
+
+def test_packing():
+    documents = [Document([1, 2, 3], [True] * 3), Document([4, 5, 6, 7, 8], [False] * 4 + [True])]
+    packed = pack(documents, 4)
+    assert packed.tokens.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert packed.learnt.tolist() == [[True, True, True, False], [False, False, False, True]]
+    # Nothing is learnt in the middle one: nothing comes before the first token of a sequence.
+    packed = pack([Document([1, 2, 3, 4, 5], [True, True, True, False, True])], 2)
+    assert packed.tokens.tolist() == [[1, 2]]
+    assert pack([Document([1, 2, 3], [True] * 3)], 8).tokens.tolist() == [[1, 2, 3, 0, 0, 0, 0, 0]]
+
+
+def test_the_order_is_an_epochs_own_and_known_from_the_position():
+    packed = pack([Document(list(range(20)), [True] * 20)], 2)
+    whole = packed.batch(0, 30, seed=1)[0]
+    epochs = [whole[start : start + 10, 0].tolist() for start in (0, 10, 20)]
+    assert all(sorted(epoch) == list(range(0, 20, 2)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert torch.equal(packed.batch(7, 8, seed=1)[0], whole[7:15])
+    assert not torch.equal(packed.batch(0, 10, seed=2)[0], whole[:10])
+    other = pack([Document(list(range(20)), [True] * 19 + [False])], 2)
+    assert packed.digest() == pack([Document(list(range(20)), [True] * 20)], 2).digest() != other.digest()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no training data"),
+        ("\n\n", "holds no training data"),
+        ("{", "line 1: not valid JSON"),
+        ('{"text": "a"}\n[]', "line 2: needs an object with 'text'"),
+        ('{"text": ""}', "line 1: needs an object"),
+        ('{"messages": []}', "line 1: needs an object"),
+        ('{"messages": [{"role": "user"}]}', "line 1: needs an object"),
+    ],
+)
+def test_bad_files(tmp_path, content, message):
+    file = tmp_path / "data.jsonl"
+    file.write_text(content)
+    with pytest.raises(InvalidRequest, match=message):
+        read_documents(file, tiny_tokenizer())
+
+
+def test_no_file_no_length_nothing_to_learn(tmp_path):
+    with pytest.raises(InvalidRequest, match="cannot read training data"):
+        read_documents(tmp_path / "nowhere.txt", tiny_tokenizer())
+    with pytest.raises(InvalidRequest, match="length >= 2, got 1"):
+        pack([Document([1, 2], [True, True])], 1)
+    with pytest.raises(InvalidRequest, match="none of which is to be learnt"):
+        pack([Document([1, 2], [True, False])], 2)
+    with pytest.raises(InvalidRequest, match="0 tokens"):
+        pack([], 2)
