@@ -64,6 +64,24 @@ def test_accumulated_forwards_are_one_large_batch():
         assert one == pytest.approx(other)
 
 
+def test_steps_read_on_in_the_order_of_the_data(tmp_path):
+    """Also after a stop: the position in the data goes on with the step."""
+    schedule = replace(SCHEDULE, accumulate=2)
+    seen: list[torch.Tensor] = []
+
+    def watching(model):
+        return lambda tokens, *rest: seen.append(tokens) or model.loss(tokens, *rest)
+
+    def stop(entry):
+        if entry["step"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(schedule, tmp_path, loss=watching, on_step=stop)
+    trained(schedule, tmp_path, loss=watching)
+    assert torch.equal(torch.cat(seen), data().batch(0, 4 * 2 * 2, seed=0)[0])
+
+
 def test_the_gradient_is_clipped():
     lines: list[dict] = []
     seen = []
