@@ -120,7 +120,25 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path: Path):
     assert rest == [5, 6]  # the checkpoint was of step 4
     assert all(torch.equal(tensor, done.state_dict()[name]) for name, tensor in whole.state_dict().items())
     assert (tmp_path / "stopped" / "log.jsonl").read_text() == (tmp_path / "whole" / "log.jsonl").read_text()
-    assert not working.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stopped", "whole"]
+
+
+def test_the_output_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data, model, output = sequences(), llama(4), tmp_path / "out"
+    with monkeypatch.context() as patch:
+
+        def fail(self: Any, place: Path) -> None:
+            place.mkdir()
+            (place / "config.json").write_text("{")
+            raise Stop
+
+        patch.setattr(PreTrainedModel, "save_pretrained", fail)
+        with pytest.raises(Stop):
+            train_layer_skip(model, data, output, FAST)
+    assert not output.exists()
+    train_layer_skip(model, data, output, FAST, on_step=lambda _: pytest.fail("all steps were done"))
+    assert AutoModelForCausalLM.from_pretrained(output).config.num_hidden_layers == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_other_settings_do_not_go_on(tmp_path: Path):
