@@ -7,7 +7,6 @@ row gets its own view of them, since a row of Draftwood has no padding and moves
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,11 +57,15 @@ def as_generate(
             of `generate` on to a custom callable (it shows it the prompt only).
         **drafter_options: options of the drafter.
 
+    transformers keeps the tokenizer from custom callables as well: for stop strings pass
+    `stopping_criteria=[StopStringCriteria(tokenizer, [...])]`. A text may not outgrow the model's context, where
+    plain `generate` only warns.
+
     Raises:
         DraftwoodError: as `Decoder`; and, when it is called, InvalidRequest for what `generate` can do and this
             cannot: beam search, contrastive search, guidance, attentions and hidden states.
     """
-    decoders: weakref.WeakKeyDictionary[Any, Decoder] = weakref.WeakKeyDictionary()
+    held: dict[str, Any] = {}  # the decoder of the latest model, so that calls in a row share one
 
     def custom_generate(
         model: Any,
@@ -74,8 +77,10 @@ def as_generate(
         **model_kwargs: Any,
     ) -> Any:
         _check(input_ids, generation_config, logits_processor, synced_gpus, streamer, model_kwargs)
-        if model not in decoders:
-            decoders[model] = Decoder(
+        state = (model.dtype, model.device, model.config.get_text_config(decoder=True)._attn_implementation)
+        if held.get("model") is not model or held["state"] != state:
+            held.update(model=model, state=state)
+            held["decoder"] = Decoder(
                 Target(model),
                 drafter,
                 drafter_options=drafter_options or None,
@@ -85,7 +90,7 @@ def as_generate(
             )
         chosen = seed if seed is not None else int(torch.randint(2**31, ()).item())
         call = _Call(input_ids, model_kwargs.get("attention_mask"), logits_processor, stopping_criteria)
-        return call.run(decoders[model], generation_config, chosen, streamer)
+        return call.run(held["decoder"], generation_config, chosen, streamer)
 
     return custom_generate
 
@@ -184,7 +189,7 @@ class _Call:
                 if step >= len(raw):
                     rows.append(torch.zeros_like(self.raw[0][0]))
                     continue
-                scores = raw[step][None]
+                scores = raw[step][None].clone()  # a processor may work in place
                 length = len(texts[row]) - len(raw) + step
                 text = torch.tensor([texts[row][:length]], device=scores.device)
                 for processor in self.processors[row] if processed else ():
@@ -230,8 +235,11 @@ def _check(
         raise InvalidRequest("synced_gpus=True needs every process to run the same number of forwards; rounds differ")
     if streamer is not None and len(input_ids) > 1:
         raise InvalidRequest(f"a streamer takes one text, got a batch of {len(input_ids)}")
-    if not input_ids.numel():
-        raise InvalidRequest("generate was given no input_ids (inputs_embeds are not supported)")
+    if not input_ids.numel() or model_kwargs.get("inputs_embeds") is not None:
+        raise InvalidRequest("generate needs input_ids, and nothing but them: inputs_embeds are not supported")
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and bool((mask[:, 1:].bool() < mask[:, :-1].bool()).any() or (mask[:, -1] == 0).any()):
+        raise InvalidRequest("the attention_mask must be padding on the left and ones behind it in every row")
     for name in ("cache", "past_key_values"):
         held = model_kwargs.get(name)
         if held is not None and held.get_seq_length() > 0:

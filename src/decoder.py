@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -147,8 +147,9 @@ class Decoder:
         elif drafter_options:
             raise InvalidRequest("drafter_options go with a drafter's name; this drafter is already built")
         self.target = target if isinstance(target, Target) else Target.from_pretrained(target)
-        self.drafter = drafter
-        drafter.bind(self.target)
+        # A copy, since binding ties a drafter to one target; the caller's may serve others.
+        self.drafter = drafter.copy()
+        self.drafter.bind(self.target)
 
     def generate(
         self,
@@ -221,11 +222,11 @@ class Decoder:
             if tokenizer is None:
                 raise InvalidRequest("the target has no tokenizer; pass token ids, or Target(model, tokenizer)")
             if isinstance(prompt, str):
-                ids = tokenizer(prompt).input_ids
+                ids = tokenizer(_text_of("the prompt", prompt)).input_ids
             else:
                 if not getattr(tokenizer, "chat_template", None):
                     raise InvalidRequest("the target's tokenizer has no chat template; pass the prompt as a string")
-                messages = [dict(message) for message in cast("Chat", prompt)]
+                messages = [_message(message) for message in prompt]
                 ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         else:
             ids = list(prompt)
@@ -253,6 +254,7 @@ class Decoder:
             raise InvalidRequest(f"per_prompt must be a list of mappings, one a prompt, got {per_prompt!r}")
         if per_prompt is not None and len(per_prompt) != len(prompts):
             raise InvalidRequest(f"per_prompt has {len(per_prompt)} entries for {len(prompts)} prompts")
+        settings = {name: _kept(value) for name, value in settings.items()}
         common = self._settings(settings)
         rows = []
         for key, prompt in enumerate(prompts):
@@ -274,7 +276,24 @@ class Decoder:
             max_time=limits.max_time,
             device=self.target.device,
         )
+        self._check_ids("eos_token_id", eos)
+        for name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "bad_words_ids"):
+            self._check_ids(name, getattr(params, name))
+        self._check_ids("forced_bos_token_id", params.forced_bos_token_id)
+        self._check_ids("sequence_bias", [ids for ids, _ in params.sequence_bias or ()])
         return _Settings(limits, params, eos, stopper)
+
+    def _check_ids(self, name: str, ids: Any) -> None:
+        """Checks token ids, however deeply listed, against the vocabulary."""
+        if isinstance(ids, int):
+            if not 0 <= ids < self.target.vocabulary_size:
+                raise InvalidRequest(
+                    f"{name} names token {ids}; the vocabulary has {self.target.vocabulary_size} "
+                    f"(0 to {self.target.vocabulary_size - 1})"
+                )
+        elif ids is not None:
+            for inner in ids:
+                self._check_ids(name, inner)
 
     def _row(self, key: int, tokens: list[int], settings: _Settings) -> Row:
         target, limits = self.target, settings.limits
@@ -350,6 +369,28 @@ def _max_tokens(limits: Limits, prompt: int, context: int | None) -> int:
     return wanted
 
 
+def _text_of(name: str, text: Any) -> str:
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{name} must be a string, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{name} is no valid Unicode text: {error}") from error
+    return text
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """Checks one message of a chat; what else it holds (tool calls, say) is the template's business."""
+    if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+        raise InvalidRequest(f"a chat is a list of messages with role and content, got {message!r} in it")
+    return {**message, "content": _text_of("the content of a message", message["content"])}
+
+
+def _kept(value: Any) -> Any:
+    """Lists what could be read only once."""
+    return list(value) if isinstance(value, Iterator) else value
+
+
 def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidRequest(f"{name} must be an integer >= 1, got {value!r}")
@@ -360,7 +401,7 @@ def _as_list(prompts: Any) -> tuple[bool, list[Prompt]]:
     """Tells one prompt from a list of prompts."""
     if isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.dim() == 1):
         return True, [prompts]
-    if isinstance(prompts, Tensor):
+    if isinstance(prompts, Tensor) and prompts.dim() == 2:
         return False, list(prompts)
     if not isinstance(prompts, Sequence):
         raise InvalidRequest(f"a prompt is a string, a chat or token ids, got {type(prompts).__name__}")

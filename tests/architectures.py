@@ -49,8 +49,10 @@ OWN: dict[str, dict[str, Any]] = {
     "kimi_linear": _MLA,
     "longcat_flash": {**_MLA, "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 64},
     "xmod": {"languages": ("en_XX",), "default_language": "en_XX"},
-    "gemma4_text": {"num_kv_shared_layers": 0},
-    "gemma4_unified_text": {"num_kv_shared_layers": 0},
+    **{
+        family: {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        for family in ("gemma4_text", "gemma4_unified_text")
+    },
     "lfm2_moe": {"layer_types": ["full_attention"] * 4},
     "lfm2": {"layer_types": ["full_attention"] * 4},
 }

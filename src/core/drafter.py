@@ -6,6 +6,7 @@ does not see the rule's randomness.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -83,6 +84,10 @@ class Drafter(DraftSession):
 
     features: frozenset[FeatureName] = frozenset()
     """Target features to be captured in every forward."""
+
+    def copy(self) -> Drafter:
+        """Returns a drafter of the same options that can be bound to another target."""
+        return copy.copy(self)
 
     def bind(self, target: Target) -> None:
         """Checks that the drafter fits the target and loads what it needs; called once, before any session.

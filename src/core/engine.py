@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -140,6 +141,9 @@ class Engine:
         alive = [index for index, row in enumerate(state.rows) if row.stop_reason is None]
         if len(alive) == len(state.rows):
             return
+        for row in state.rows:
+            if row.stop_reason is not None:
+                row.source.forget(sys.maxsize)
         state.cache.select(alive)
         state.rows = [state.rows[index] for index in alive]
         session.retain(alive)
@@ -154,6 +158,7 @@ def _commit(rows: list[Row], verdict: Verdict) -> Verdict:
             row.tokens.append(offered[taken])
             taken += 1
             row.stop_reason = row.stopper.check(row.tokens, row.prompt_length)
+        row.source.forget(len(row.tokens))
         paths.append(path[:taken])
         tokens.append(offered[:taken])
     return Verdict(paths, tokens)

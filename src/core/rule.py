@@ -7,12 +7,14 @@ enumerating `RandomSource` in place of the real one, the law of its output can b
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from .errors import DraftwoodError
 from .proposal import Proposal, Verdict
 
 DraftStyle = Literal["chosen", "drawn", "coupled"]
@@ -31,6 +33,9 @@ class RandomSource(Protocol):
 
     def gumbel(self, position: int, vocabulary: int) -> Tensor:
         """Returns the standard Gumbel noise of an absolute position, [vocabulary] float32; same every time."""
+
+    def forget(self, position: int) -> None:
+        """Told that positions before `position` are committed."""
 
 
 class Rule(Protocol):
@@ -73,6 +78,10 @@ class SeededSource:
 
     def draw(self, weights: Tensor) -> int:
         total = weights.to(torch.float64).cumsum(-1)
+        if not (math.isfinite(sum_of_all := float(total[-1])) and sum_of_all > 0.0):
+            raise DraftwoodError(
+                "the target gives no token a probability: its logits are NaN, or the processors leave none possible"
+            )
         point = torch.rand((), generator=self._generator, dtype=torch.float64).to(total.device) * total[-1]
         # side="right" never returns an index of zero weight, and the point is below the total.
         return int(torch.searchsorted(total, point, side="right").clamp(max=weights.shape[-1] - 1).item())
@@ -83,10 +92,13 @@ class SeededSource:
             generator = torch.Generator().manual_seed(_mix(*self._key, f"gumbel {position}"))
             uniform = torch.rand(vocabulary, generator=generator, dtype=torch.float64)
             noise = uniform.clamp_(min=1e-300).log_().neg_().log_().neg_().to(torch.float32)
-            for old in [key for key in self._noise if key < position - 64]:
-                del self._noise[old]
             self._noise[position] = noise
         return noise
+
+    def forget(self, position: int) -> None:
+        """Drops the noise of positions before `position`; it would be made again if asked for."""
+        for old in [key for key in self._noise if key < position]:
+            del self._noise[old]
 
 
 def draft_generator(seed: int, row: int) -> torch.Generator:

@@ -70,6 +70,7 @@ class Target:
         self._decoder = find_decoder(model)
         self.blocks = find_blocks(self._decoder, getattr(self.config, "num_hidden_layers", 0))
         self.layout = probe(self)
+        self._state = self._model_state()
 
     @classmethod
     def from_pretrained(cls, source: str | Path, *, dtype: str | torch.dtype | None = None, **options: Any) -> Target:
@@ -135,7 +136,16 @@ class Target:
         return twin
 
     def new_cache(self, rows: int = 0, capacity: int = 256) -> SlotCache:
-        """Returns an empty cache for this model."""
+        """Returns an empty cache for this model.
+
+        Raises:
+            InvalidRequest: the model was moved, converted or given another attention since the target was built.
+        """
+        if self._model_state() != self._state:
+            raise InvalidRequest(
+                f"the model was {self._state} when the target was built and is {self._model_state()} now; "
+                "build a new Target"
+            )
         return SlotCache(self.layout, rows, capacity)
 
     def score(
@@ -177,6 +187,10 @@ class Target:
         logits = torch.stack([parts[part].logits[row] for row, part in enumerate(last)])
         joined = {name: torch.cat([part.features[name] for part in parts], 1) for name in features}
         return Scores(logits, joined, [len(row) for row in pending])
+
+    def _model_state(self) -> tuple[str, ...]:
+        """What masks and caches depend on and a caller may change on a model."""
+        return str(self.dtype), str(self.device), str(self.config._attn_implementation)
 
     def _forward(
         self,
@@ -242,7 +256,9 @@ class Target:
         """
         names, model = self._arguments, self.model if keep else self._decoder
         arguments: dict[str, Any] = {"attention_mask": masks, "position_ids": positions, names.cache: cache}
-        wanted = torch.tensor(keep, device=ids.device) if isinstance(keep, list) else keep
+        # Given a number, a model may drop columns before its last layers (gemma4), which features would miss.
+        listed = keep if isinstance(keep, list) or not features else [*range(ids.shape[1])][-keep:]
+        wanted = torch.tensor(listed, device=ids.device) if isinstance(listed, list) else listed
         if names.logits_to_keep and keep:
             arguments["logits_to_keep"] = wanted
         with self._capture(features) as captured:

@@ -49,6 +49,10 @@ class Merged(Drafter):
             raise InvalidRequest(f"budget must be >= 1, or None for no limit, got {budget}")
         self.drafters, self.budget = list(drafters), budget
 
+    def copy(self) -> Merged:
+        """Returns the merge of copies of the parts."""
+        return Merged([drafter.copy() for drafter in self.drafters], budget=self.budget)
+
     def bind(self, target: Target) -> None:
         """Binds every part; the features captured are those that any of them asks for."""
         for drafter in self.drafters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from ..core.errors import DraftwoodError
 from ..core.registry import Registry
@@ -51,8 +51,9 @@ class Bench:
         for spec in specs:
             try:
                 drafter = Watched(spec.built or registry.create_drafter(spec.name, dict(spec.options)))
-                self._decoders[spec.label] = Decoder(target, drafter, rule=rule, registry=registry)
-                self._watched[spec.label] = drafter
+                decoder = Decoder(target, drafter, rule=rule, registry=registry)
+                self._decoders[spec.label] = decoder
+                self._watched[spec.label] = cast("Watched", decoder.drafter)
             except Exception as error:  # noqa: BLE001 (a study outlives whatever one drafter raises)
                 self._decoders[spec.label] = _describe(error)
 

@@ -49,6 +49,10 @@ class Watched(Drafter):
         """Those of the watched drafter."""
         return self.drafter.features
 
+    def copy(self) -> Watched:
+        """Returns a watched copy of the drafter, with rounds of its own."""
+        return Watched(self.drafter.copy())
+
     def bind(self, target: Target) -> None:
         self.drafter.bind(target)
 

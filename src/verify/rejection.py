@@ -93,7 +93,8 @@ def acceptance(p: Tensor, q: Tensor, token: int, scale: float = 1.0) -> float:
         token: x.
         scale: the share of p that is on offer.
     """
-    return min(1.0, scale * float(p[token] / q[token]))
+    ratio = scale * float(p[token] / q[token])
+    return ratio if ratio < 1.0 else float(ratio >= 1.0)  # no probability (NaN) accepts nothing
 
 
 def residual(p: Tensor, q: Tensor, scale: float = 1.0) -> tuple[Tensor, float]:
