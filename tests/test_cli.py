@@ -207,7 +207,7 @@ def unsupported(tmp_path):
         (["generate", "MODEL", "x", "--rule", "nope"], "no rule 'nope'"),
         (["generate", "MODEL", "x", "--option", "gama=3"], "did you mean 'gamma'"),
         (["generate", "MODEL", "x", "--option", "gamma"], "key=value"),
-        (["generate", "MODEL", "x", "--option", "gamma=0"], "gamma must be >= 1, got 0"),
+        (["generate", "MODEL", "x", "--option", "gamma=0"], "gamma must be a whole number >= 1, got 0"),
         (["generate", "MODEL", "x", "--max-new-tokens", "0"], "max_new_tokens"),
         (["generate", "MODEL", "x", "--max-new-tokens", "-3"], "-3"),
         (["generate", "MODEL", "x", "--max-new-tokens", "many"], "valid integer"),

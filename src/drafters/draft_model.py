@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..core.checks import real_number
 from ..core.drafter import Drafter, DraftSession, Observation
 from ..core.errors import InvalidRequest
 from ..core.proposal import Proposal
@@ -55,12 +56,10 @@ class DraftModel(Drafter):
     ) -> None:
         if not isinstance(model, (str, Path, PreTrainedModel, Target)):
             raise InvalidRequest(f"model must be a path, a hub id, a model or a Target, got {type(model).__name__}")
-        if not 0.0 <= confidence < 1.0:
-            raise InvalidRequest(f"confidence must be in [0, 1), got {confidence}")
         if vocabulary not in ("strict", "intersection"):
             raise InvalidRequest(f"vocabulary must be 'strict' or 'intersection', got {vocabulary!r}")
         self.shape = parse_shape(tree, gamma, nodes, width)
-        self.confidence = confidence
+        self.confidence = real_number("confidence", confidence, 0.0, 1.0, ends="[)")
         self._model = model
         self._policy: VocabularyPolicy = vocabulary
 

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from ..core.checks import whole_number
 from ..core.drafting import Candidates, candidates
 from ..core.errors import InvalidRequest
 from ..core.proposal import Proposal
@@ -45,7 +46,7 @@ class TreeShape:
         width: most contexts of a row that are continued at each level, the best ones; None continues all.
 
     Raises:
-        InvalidRequest: a number below 1, or no level.
+        InvalidRequest: a number that is not whole or below 1, or no level.
     """
 
     branching: tuple[int, ...]
@@ -57,8 +58,8 @@ class TreeShape:
             raise InvalidRequest("a tree needs at least one level, got no branching factors")
         named = [("branching", factor) for factor in self.branching]
         for name, value in (*named, ("nodes", self.nodes), ("width", self.width)):
-            if value is not None and value < 1:
-                raise InvalidRequest(f"{name} must be >= 1, got {value}")
+            if value is not None:
+                whole_number(name, value)
 
     @property
     def depth(self) -> int:
@@ -88,9 +89,10 @@ def parse_shape(tree: Tree, gamma: int | None, nodes: int | None, width: int | N
     Raises:
         InvalidRequest: a value that cannot work, or that another one makes pointless.
     """
-    for name, value in (("gamma", gamma), ("nodes", nodes), ("width", width)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise InvalidRequest(f"{name} must be an integer >= 1, got {value!r}")
+    gamma, nodes, width = (
+        value if value is None else whole_number(name, value)
+        for name, value in (("gamma", gamma), ("nodes", nodes), ("width", width))
+    )
     if tree != "dynamic" and (nodes is not None or width is not None):
         raise InvalidRequest(f"nodes and width shape a tree='dynamic'; tree={tree!r} does not use them")
     depth = DEFAULT_GAMMA if gamma is None else gamma
@@ -98,11 +100,11 @@ def parse_shape(tree: Tree, gamma: int | None, nodes: int | None, width: int | N
         return TreeShape.chain(depth)
     if tree == "dynamic":
         return TreeShape.dynamic(depth, nodes or DEFAULT_NODES, width or DEFAULT_WIDTH)
-    if isinstance(tree, str) or not all(isinstance(factor, int) for factor in tree):
+    if isinstance(tree, str) or not isinstance(tree, Sequence):
         raise InvalidRequest(f"tree must be 'chain', 'dynamic' or children level by level as (3, 2, 1), got {tree!r}")
     if gamma is not None and gamma != len(tree):
         raise InvalidRequest(f"gamma {gamma} and the {len(tree)} levels of tree={tuple(tree)} contradict each other")
-    return TreeShape(tuple(tree))
+    return TreeShape(tuple(whole_number("each level of tree", factor) for factor in tree))
 
 
 @dataclass(frozen=True, eq=False)

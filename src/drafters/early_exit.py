@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+from ..core.checks import whole_number
 from ..core.errors import InvalidCheckpoint, InvalidRequest
 from ..core.target import Target
 from ..core.views import layer_view, resumes_exactly
@@ -49,8 +50,8 @@ class EarlyExit(ViewDrafter):
         adaptive: bool = True,
     ) -> None:
         super().__init__(gamma=gamma, tree=tree, nodes=nodes, width=width, threshold=threshold, adaptive=adaptive)
-        if not isinstance(exit_layer, (int, str, Path)):
-            raise InvalidRequest(f"exit_layer must be a number of blocks or a file, got {exit_layer!r}")
+        if not isinstance(exit_layer, (str, Path)):
+            exit_layer = whole_number("exit_layer", exit_layer, hint=" (of blocks), or a file")
         self._exit_layer = exit_layer
 
     def bind(self, target: Target) -> None:

@@ -5,7 +5,7 @@ Draft & Verify (arXiv:2309.08168). Which sub-layers can be spared is found by `d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from ..core.errors import InvalidRequest
@@ -77,7 +77,8 @@ def _check(skip: Mapping[str, Sequence[int]], where: str) -> None:
     if not isinstance(skip, Mapping) or not set(skip) <= set(_KINDS):
         raise InvalidRequest(f"{where}: {wanted}, got {skip!r}")
     for kind, blocks in skip.items():
-        if isinstance(blocks, (str, bytes)) or not all(isinstance(block, int) for block in blocks):
+        listed = isinstance(blocks, Collection) and not isinstance(blocks, (str, bytes))
+        if not listed or not all(isinstance(block, int) and not isinstance(block, bool) for block in blocks):
             raise InvalidRequest(f"{where}: {kind!r} must be a list of block numbers, got {blocks!r}")
     if not any(skip.values()):
         raise InvalidRequest(f"{where} skips nothing, so that a draft would cost as much as the target; {wanted}")

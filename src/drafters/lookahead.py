@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..core.checks import whole_number
 from ..core.drafter import Drafter, DraftSession, Observation
 from ..core.errors import InvalidRequest
 from ..core.proposal import Proposal
@@ -35,7 +36,7 @@ class Lookahead(Drafter):
         seed_from_prompt: whether the pool also learns the n-grams of the prompt and of the text that follows it.
 
     Raises:
-        InvalidRequest: ngram below 2, window or guesses below 1, or nothing left to draft from.
+        InvalidRequest: a number that is none or too small, or nothing left to draft from.
     """
 
     def __init__(
@@ -46,17 +47,17 @@ class Lookahead(Drafter):
         guesses: int | None = 7,
         seed_from_prompt: bool = False,
     ) -> None:
-        if ngram < 2:
-            raise InvalidRequest(f"ngram must be >= 2 (a token and what follows it), got {ngram}")
-        for name, value in (("window", window), ("guesses", guesses)):
-            if value is not None and value < 1:
-                raise InvalidRequest(f"{name} must be >= 1, or None to switch it off, got {value}")
+        self.ngram = whole_number("ngram", ngram, 2, hint=" (a token and what follows it)")
+        self.window, self.guesses = (
+            value if value is None else whole_number(name, value, hint=", or None to switch it off")
+            for name, value in (("window", window), ("guesses", guesses))
+        )
         if guesses is None and (window is None or seed_from_prompt):
             raise InvalidRequest(
                 f"without a pool (guesses=None) the window must stay and seed_from_prompt has no effect, "
                 f"got window={window} and seed_from_prompt={seed_from_prompt}"
             )
-        self.window, self.ngram, self.guesses, self.seed_from_prompt = window, ngram, guesses, seed_from_prompt
+        self.seed_from_prompt = seed_from_prompt
 
     def session(self, state: DecodeState) -> DraftSession:
         """Returns the session that keeps a window and a pool for each row."""

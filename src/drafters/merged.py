@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.checks import whole_number
 from ..core.drafter import Drafter, DraftSession, FeatureName, Observation
 from ..core.errors import InvalidRequest
 from ..core.proposal import Proposal, Verdict
@@ -39,15 +40,14 @@ class Merged(Drafter):
             and its nodes in its own order. Nodes that are no candidates are scored on top.
 
     Raises:
-        InvalidRequest: fewer than two drafters, or a budget below 1.
+        InvalidRequest: fewer than two drafters, or a budget that is no whole number or below 1.
     """
 
     def __init__(self, drafters: Sequence[Drafter], *, budget: int | None = None) -> None:
         if len(drafters) < 2:
             raise InvalidRequest(f"merging takes at least two drafters, got {len(drafters)}")
-        if budget is not None and budget < 1:
-            raise InvalidRequest(f"budget must be >= 1, or None for no limit, got {budget}")
-        self.drafters, self.budget = list(drafters), budget
+        self.drafters = list(drafters)
+        self.budget = budget if budget is None else whole_number("budget", budget, hint=", or None for no limit")
 
     def copy(self) -> Merged:
         """Returns the merge of copies of the parts."""

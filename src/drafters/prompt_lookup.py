@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
+from ..core.checks import whole_number
 from ..core.drafter import Drafter, DraftSession
-from ..core.errors import InvalidRequest
 from ..core.proposal import Proposal
 from ..core.tree import TokenTree
 
@@ -32,16 +32,13 @@ class PromptLookup(Drafter):
         nodes: most tokens drafted a row; what the best continuation leaves goes to the next ones.
 
     Raises:
-        InvalidRequest: an option is below 1, or min_ngram above max_ngram.
+        InvalidRequest: an option is no whole number or below 1, or min_ngram above max_ngram.
     """
 
     def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1, gamma: int = 8, nodes: int = 16) -> None:
-        for name, value in (("min_ngram", min_ngram), ("gamma", gamma), ("nodes", nodes)):
-            if value < 1:
-                raise InvalidRequest(f"{name} must be >= 1, got {value}")
-        if max_ngram < min_ngram:
-            raise InvalidRequest(f"max_ngram must be >= min_ngram ({min_ngram}), got {max_ngram}")
-        self.max_ngram, self.min_ngram, self.gamma, self.nodes = max_ngram, min_ngram, gamma, nodes
+        self.min_ngram = whole_number("min_ngram", min_ngram)
+        self.max_ngram = whole_number("max_ngram", max_ngram, self.min_ngram, hint=" (min_ngram)")
+        self.gamma, self.nodes = whole_number("gamma", gamma), whole_number("nodes", nodes)
 
     def session(self, state: DecodeState) -> DraftSession:
         """Returns the session that keeps an index of each row."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..core.cache import SlotCache
+from ..core.checks import real_number
 from ..core.drafter import Drafter, DraftSession, FeatureName, Observation
-from ..core.errors import InvalidRequest
 from ..core.proposal import ExitStates, Proposal
 from ..core.state import DecodeState
 from ..core.target import Target
@@ -62,10 +62,9 @@ class ViewDrafter(Drafter):
     ) -> None:
         if gamma is None and isinstance(tree, str):
             gamma = DEFAULT_GAMMA
-        if not 0.0 <= threshold < 1.0:
-            raise InvalidRequest(f"threshold must be in [0, 1), got {threshold}")
         self.shape = parse_shape(tree, gamma, nodes, width)
-        self.threshold, self.adaptive = threshold, adaptive and threshold > 0.0
+        self.threshold = real_number("threshold", threshold, 0.0, 1.0, ends="[)")
+        self.adaptive = adaptive and self.threshold > 0.0
 
     def session(self, state: DecodeState) -> DraftSession:
         """Returns the session that drafts on the cache of the call."""

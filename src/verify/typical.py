@@ -6,12 +6,13 @@ chance. Only the token that ends a round is drawn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..core.errors import InvalidRequest
+from ..core.checks import real_number
 from ..core.proposal import Proposal, Verdict
 from ..core.rule import DraftStyle, RandomSource
 from .matching import longest_path
@@ -27,6 +28,9 @@ class Typical:
     Args:
         epsilon: the highest the bar gets, in [0, 1].
         delta: scale of the part of the bar that sinks with the entropy, 0 or more.
+
+    Raises:
+        InvalidRequest: a number that is none or out of its range.
     """
 
     lossless = False
@@ -34,12 +38,8 @@ class Typical:
     samples = True
 
     def __init__(self, *, epsilon: float = 0.09, delta: float = 0.3) -> None:
-        if not 0.0 <= epsilon <= 1.0:
-            raise InvalidRequest(f"epsilon must be in [0, 1], got {epsilon}")
-        if not delta >= 0.0:
-            raise InvalidRequest(f"delta must be >= 0, got {delta}")
-        self.epsilon = epsilon
-        self.delta = delta
+        self.epsilon = real_number("epsilon", epsilon, 0.0, 1.0)
+        self.delta = real_number("delta", delta, 0.0, math.inf)
 
     def verify(
         self, proposal: Proposal, logits: Tensor, sources: Sequence[RandomSource], positions: Sequence[int]

@@ -297,9 +297,9 @@ def tiny_model(kind: str) -> Any:
     ("make", "message"),
     [
         (lambda: TreeShape(()), "at least one level"),
-        (lambda: TreeShape((2, 0)), "branching must be >= 1, got 0"),
-        (lambda: TreeShape.dynamic(2, 0, 3), "nodes must be >= 1, got 0"),
-        (lambda: TreeShape.dynamic(2, 3, -1), "must be >= 1, got -1"),
+        (lambda: TreeShape((2, 0)), "branching must be a whole number >= 1, got 0"),
+        (lambda: TreeShape.dynamic(2, 0, 3), "nodes must be a whole number >= 1, got 0"),
+        (lambda: TreeShape.dynamic(2, 3, -1), "must be a whole number >= 1, got -1"),
     ],
 )
 def test_shapes_that_cannot_be(make, message):

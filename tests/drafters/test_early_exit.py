@@ -155,8 +155,7 @@ def test_the_model_is_left_alone(model):
 def test_the_file_of_a_search_is_loaded(target, tmp_path: Path):
     path = tmp_path / "exit.json"
     save_choice(path, target, NAME, {"exit_layer": 2}, {})
-    drafter = EarlyExit(exit_layer=path)
-    Decoder(target, drafter)
+    drafter = Decoder(target, EarlyExit(exit_layer=path)).drafter
     assert drafter.view.layers == 2
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"options": {}}))
@@ -170,11 +169,11 @@ def test_the_file_of_a_search_is_loaded(target, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"exit_layer": 0}, "from 1 to 3 in this target, got 0"),
+        ({"exit_layer": 0}, "exit_layer must be a whole number >= 1 .* got 0"),
+        ({"exit_layer": True}, "exit_layer must be a whole number .* or a file, got True"),
         ({"exit_layer": 4}, "from 1 to 3 in this target, got 4"),
-        ({"exit_layer": -1}, "from 1 to 3 in this target, got -1"),
-        ({"exit_layer": 1.5}, "a number of blocks or a file, got 1.5"),
-        ({"exit_layer": 2, "threshold": -0.1}, r"threshold must be in \[0, 1\), got -0.1"),
+        ({"exit_layer": 1.5}, "exit_layer must be a whole number .* or a file, got 1.5"),
+        ({"exit_layer": 2, "threshold": -0.1}, r"threshold must be a number in \[0, 1\), got -0.1"),
         ({"exit_layer": 2, "tree": "wide"}, "tree must be 'chain', 'dynamic'"),
     ],
 )

@@ -224,10 +224,13 @@ def test_a_missing_file(target, tmp_path: Path):
         ({"skip": {"attn": [1]}}, "must be like"),
         ({"skip": [1, 2]}, "must be like"),
         ({"skip": {"mlp": [0.5]}}, "'mlp' must be a list of block numbers"),
-        ({"skip": SKIP, "threshold": 1.0}, r"threshold must be in \[0, 1\), got 1.0"),
-        ({"skip": SKIP, "gamma": 0}, "gamma must be an integer >= 1, got 0"),
+        ({"skip": {"mlp": [True]}}, "'mlp' must be a list of block numbers"),
+        ({"skip": {"mlp": 1}}, "'mlp' must be a list of block numbers, got 1"),
+        ({"skip": SKIP, "threshold": 1.0}, r"threshold must be a number in \[0, 1\), got 1.0"),
+        ({"skip": SKIP, "threshold": "a"}, "threshold must be a number in .* got 'a'"),
+        ({"skip": SKIP, "gamma": 0}, "gamma must be a whole number >= 1, got 0"),
         ({"skip": SKIP, "tree": "chain", "nodes": 3}, "does not use them"),
-        ({"skip": SKIP, "tree": (2, 0)}, "branching must be >= 1, got 0"),
+        ({"skip": SKIP, "tree": (2, 0)}, "each level of tree must be a whole number >= 1, got 0"),
     ],
 )
 def test_bad_options(target, options: dict[str, Any], message: str):

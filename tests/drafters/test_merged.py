@@ -413,5 +413,7 @@ def test_tau_is_no_lower_than_that_of_the_better_half(target: Target, rule: str,
 def test_arguments_that_cannot_work() -> None:
     with pytest.raises(InvalidRequest, match="at least two drafters, got 1"):
         Merged([NoDrafter()])
-    with pytest.raises(InvalidRequest, match="budget must be >= 1, or None for no limit, got 0"):
+    with pytest.raises(InvalidRequest, match="budget must be a whole number >= 1, or None for no limit, got 0"):
         Merged([NoDrafter(), NoDrafter()], budget=0)
+    with pytest.raises(InvalidRequest, match=r"budget must be .* got 'all'"):
+        Merged([NoDrafter(), NoDrafter()], budget="all")  # type: ignore[arg-type]

@@ -160,13 +160,16 @@ def test_a_round_costs_what_is_new_not_the_text() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_ngram": 0}, "min_ngram must be >= 1, got 0"),
-        ({"max_ngram": 0}, r"max_ngram must be >= min_ngram \(1\), got 0"),
-        ({"max_ngram": 2, "min_ngram": 3}, r"max_ngram must be >= min_ngram \(3\), got 2"),
-        ({"gamma": 0}, "gamma must be >= 1, got 0"),
-        ({"nodes": -1}, "nodes must be >= 1, got -1"),
+        ({"min_ngram": 0}, "min_ngram must be a whole number >= 1, got 0"),
+        ({"max_ngram": 0}, r"max_ngram must be a whole number >= 1 \(min_ngram\), got 0"),
+        ({"max_ngram": 2, "min_ngram": 3}, r"max_ngram must be a whole number >= 3 \(min_ngram\), got 2"),
+        ({"gamma": 0}, "gamma must be a whole number >= 1, got 0"),
+        ({"gamma": "abc"}, "gamma must be a whole number >= 1, got 'abc'"),
+        ({"gamma": 2.5}, "gamma must be .* got 2.5"),
+        ({"nodes": None}, "nodes must be .* got None"),
+        ({"nodes": -1}, "nodes must be a whole number >= 1, got -1"),
     ],
 )
-def test_options_that_cannot_work(options: dict[str, int], message: str) -> None:
+def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         PromptLookup(**options)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -93,8 +94,11 @@ def test_length_comes_before_likelihood_and_likelihood_before_order() -> None:
     assert judge(Typical(), [root, after_0, other, after_2, other, other], *tree) == [2, 4]
 
 
-@pytest.mark.parametrize("options", [{"epsilon": -0.1}, {"epsilon": 1.5}, {"epsilon": math.nan}, {"delta": -1.0}])
-def test_options_that_cannot_work(options: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"epsilon": -0.1}, {"epsilon": 1.5}, {"epsilon": math.nan}, {"epsilon": "x"}, {"delta": -1.0}, {"delta": True}],
+)
+def test_options_that_cannot_work(options: dict[str, Any]) -> None:
     (name, value), *_ = options.items()
-    with pytest.raises(InvalidRequest, match=f"{name} must be .*, got {value}"):
+    with pytest.raises(InvalidRequest, match=f"{name} must be a number in .*, got {value!r}"):
         Typical(**options)

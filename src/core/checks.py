@@ -1,0 +1,43 @@
+"""Checks of the numbers that drafters and rules take as options. They know no option by name."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+
+from .errors import InvalidRequest
+
+
+def whole_number(name: str, value: object, least: int = 1, *, hint: str = "") -> int:
+    """Returns `value` as an int; NumPy's integers count as whole numbers, True and 3.0 do not.
+
+    Args:
+        name: what messages call it.
+        value: what was given.
+        least: the smallest that works.
+        hint: what else works, for messages; follows the bound.
+
+    Raises:
+        InvalidRequest: no whole number, or one below `least`.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise InvalidRequest(f"{name} must be a whole number >= {least}{hint}, got {value!r}")
+    return int(value)
+
+
+def real_number(name: str, value: object, low: float, high: float, *, ends: str = "[]") -> float:
+    """Returns `value` as a float.
+
+    Args:
+        name: what messages call it.
+        value: what was given.
+        low: the smallest that works.
+        high: the greatest that works.
+        ends: `"[)"` leaves `high` itself out.
+
+    Raises:
+        InvalidRequest: no number, NaN, or one outside the interval.
+    """
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (ends == "[)" and value == high):  # type: ignore[operator]
+        raise InvalidRequest(f"{name} must be a number in {ends[0]}{low:g}, {high:g}{ends[1]}, got {value!r}")
+    return float(value)  # type: ignore[arg-type]
