@@ -10,6 +10,7 @@ from transformers import (
 )
 
 from draftwood import InvalidRequest, as_generate
+from tests.architectures import build
 from tests.conftest import VOCABULARY
 
 IDS = torch.tensor([[0, 0, 0, 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8, 7, 9]])
@@ -129,6 +130,23 @@ def test_a_streamer_gets_every_token_in_order(tiny_llama) -> None:
     out = tiny_llama.generate(IDS[1:], custom_generate=as_generate("prompt-lookup", streamer=keep), **settings)
     assert keep.tokens == out[0, IDS.shape[1] :].tolist()
     assert keep.ended
+
+
+@pytest.mark.parametrize("mask", [[[1, 1, 0, 0]], [[1, 0, 1, 1]]])
+def test_a_mask_that_is_no_left_padding_is_refused(tiny_llama, mask) -> None:
+    with pytest.raises(InvalidRequest, match="padding on the left"):
+        tiny_llama.generate(
+            IDS[:1, -4:], attention_mask=torch.tensor(mask), custom_generate=as_generate(), max_new_tokens=2
+        )
+
+
+def test_a_model_that_changed_gets_a_new_target() -> None:
+    model, door = build("llama"), as_generate("prompt-lookup")
+    for implementation in ("sdpa", "eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        plain = model.generate(IDS[1:], **settings)
+        assert model.generate(IDS[1:], custom_generate=door, **settings).tolist() == plain.tolist()
 
 
 @pytest.mark.parametrize(

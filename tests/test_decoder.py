@@ -7,6 +7,12 @@ from transformers import LogitsProcessor, StoppingCriteria
 import draftwood
 from draftwood import Decoder, DraftwoodError, InvalidRequest, Target, UnknownName
 from draftwood.core.loading import load_model
+from draftwood.drafters.draft_model import DraftModel
+from draftwood.drafters.early_exit import EarlyExit
+from draftwood.drafters.merged import Merged
+from draftwood.drafters.prompt_lookup import PromptLookup
+from tests.architectures import build
+from tests.conftest import llama_config, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +92,10 @@ GOOD = {"max_new_tokens": 4}
         ([5], {"batch_size": 0}, "batch_size must be an integer >= 1, got 0"),
         ([5], {"stop_strings": "x"}, "tokenizer"),
         ([5], {"seed": "x"}, "seed must be an integer, got 'x'"),
+        ([5], {"bad_words_ids": [[96]]}, "bad_words_ids names token 96"),
+        ([5], {"eos_token_id": [-1]}, "eos_token_id names token -1"),
+        ([{"role": "user"}], {}, "no tokenizer|role and content"),
+        (torch.tensor(5), {}, "a prompt is"),
         ([5], {"eos_token_id": "x"}, "eos_token_id must be a token id"),
         ([5], {"per_prompt": [{}, {}]}, "per_prompt has 2 entries for 1 prompts"),
     ],
@@ -110,6 +120,48 @@ def test_names_and_options_that_do_not_exist(target) -> None:
         Decoder(target, Decoder(target).drafter, drafter_options={"gamma": 3})
     with pytest.raises(InvalidRequest, match="temperature"):
         Decoder(target, rule="greedy").generate([5], temperature=0.5, max_new_tokens=2)
+
+
+def test_a_drafter_may_serve_several_targets(target, tiny_llama, tinier_llama) -> None:
+    other = Target(tiny_model(llama_config(layers=2, heads=4), seed=7))
+    for drafter in (EarlyExit(exit_layer=1), Merged([PromptLookup(), DraftModel(model=tinier_llama)])):
+        first, second = Decoder(target, drafter), Decoder(other, drafter)
+        prompt = [3, 4, 5, 3, 4]
+        for decoder in (first, second, first):
+            ids = torch.tensor([prompt])
+            plain = decoder.target.model.generate(ids, do_sample=False, max_new_tokens=12, pad_token_id=0)
+            assert decoder.generate(prompt, max_new_tokens=12).tokens == plain[0, 5:].tolist()
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "coupled"])
+def test_no_possible_token_is_an_error_where_tokens_are_drawn(target, rule) -> None:
+    decoder = Decoder(target, "prompt-lookup", rule=rule)
+    settings = {"max_new_tokens": 5, "temperature": 1.0, "suppress_tokens": list(range(96))}
+    if rule == "coupled":  # picks a token whatever happens, as argmax does in plain greedy decoding
+        assert len(decoder.generate([95] * 5, **settings, eos_token_id=[]).tokens) == 5
+        return
+    with pytest.raises(DraftwoodError, match="no token a probability"):
+        decoder.generate([95] * 5, **settings)
+
+
+def test_iterators_of_processors_reach_every_prompt(target) -> None:
+    class NotSeven(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([9]), 0.0)
+
+    results = Decoder(target).generate(
+        [[5], [6]], logits_processor=iter([NotSeven()]), per_prompt=[{"seed": 1}, {"seed": 2}], max_new_tokens=3
+    )
+    assert [result.tokens for result in results] == [[9, 9, 9]] * 2
+
+
+def test_a_model_that_changed_asks_for_a_new_target() -> None:
+    model = build("llama")
+    decoder = Decoder(Target(model))
+    decoder.generate([5, 6], max_new_tokens=2)
+    model.float()
+    with pytest.raises(InvalidRequest, match="build a new Target"):
+        decoder.generate([5, 6], max_new_tokens=2)
 
 
 def test_every_error_is_ours() -> None:

@@ -82,7 +82,7 @@ def find_blocks(decoder: nn.Module, layers: int) -> nn.ModuleList:
 
 
 # What modelling code raises when it meets a mask, a position or a cache that it does not expect.
-_REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 
 
 @torch.inference_mode()
@@ -109,7 +109,7 @@ def probe(target: Target) -> dict[int, LayerShape]:
         expected = torch.cat([_plain(target, text, LayoutRecorder()) for text in texts]).double().view_as(scores)
     except UnsupportedModel:
         raise
-    except _REFUSALS as error:
+    except REFUSALS as error:
         raise UnsupportedModel(
             f"{name} does not take a tree-shaped attention mask and a cache of ours: {type(error).__name__}: {error}"
         ) from error

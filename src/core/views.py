@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .anatomy import REFUSALS
 from .errors import InvalidRequest, UnsupportedModel
 from .proposal import ExitStates
 from .target import Target
@@ -69,7 +70,21 @@ def layer_view(
         elif layer in skip_mlp:
             block = _without(block, _MLP, _NoMLP())
         blocks.append(block)
-    return target.over(_rebuilt(target.model, target.blocks, blocks, kept), blocks)
+    view = target.over(_rebuilt(target.model, target.blocks, blocks, kept), blocks)
+    if first == 0:
+        _try(target, view)
+    return view
+
+
+@torch.inference_mode()
+def _try(target: Target, view: Target) -> None:
+    """Runs a view once: layers that read other layers' states (gemma4) cannot do without them."""
+    try:
+        view.score(target.new_cache(1, 8), [[1, 2]], TokenTree.empty(1))
+    except REFUSALS as error:
+        raise UnsupportedModel(
+            f"{type(target.model).__name__} does not run without the layers left out: {type(error).__name__}: {error}"
+        ) from error
 
 
 def resumes_exactly(target: Target, layer: int) -> bool:
@@ -87,7 +102,7 @@ def resumes_exactly(target: Target, layer: int) -> bool:
             hidden = prefix.score(cache, [prompt], tree, features=frozenset({layer})).features[layer]
             cache.lengths = [0]
             logits = target.score(cache, [prompt], tree, exit=ExitStates(layer, hidden, rest)).logits
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError):
+    except REFUSALS:
         return False  # a model that refuses `inputs_embeds` cannot be entered there at all
     # The very same operations, so that equality to rounding can be asked for in every type.
     error = (logits.double() - expected.double()).abs().amax()

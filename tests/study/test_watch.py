@@ -28,16 +28,16 @@ class Siblings(Drafter):
 
 def test_ranks_and_passes_are_counted(tiny_target):
     plain = Decoder(tiny_target).generate(PROMPT, max_new_tokens=13).tokens
-    watched = Watched(Siblings(plain))
-    found = Decoder(tiny_target, watched).generate(PROMPT, max_new_tokens=13)
+    decoder = Decoder(tiny_target, Watched(Siblings(plain)))
+    found = decoder.generate(PROMPT, max_new_tokens=13)
     assert found.tokens == plain
-    counts = watched.counts()
+    counts = decoder.drafter.counts()
     assert found.stats.rounds == 6
     assert counts.tried_by_rank == [6, 6, 6]
     assert counts.accepted_by_rank == [0, 6, 0]
     assert {width: rounds for width, (rounds, _) in counts.passes.items()} == {5: 6}
     assert 0 < counts.passes[5][1] < found.stats.seconds.total
-    assert watched.counts().passes == {}
+    assert decoder.drafter.counts().passes == {}
 
 
 class Window(Drafter):
@@ -53,21 +53,21 @@ class Window(Drafter):
 
 def test_nodes_that_are_no_candidates_have_no_rank(tiny_target):
     plain = Decoder(tiny_target).generate(PROMPT, max_new_tokens=13).tokens
-    watched = Watched(Window([*plain, 0, 0]))
-    Decoder(tiny_target, watched).generate(PROMPT, max_new_tokens=12)
-    assert watched.counts().accepted_by_rank == [6]
+    decoder = Decoder(tiny_target, Watched(Window([*plain, 0, 0])))
+    decoder.generate(PROMPT, max_new_tokens=12)
+    assert decoder.drafter.counts().accepted_by_rank == [6]
 
 
 def test_a_watched_drafter_drafts_as_it_does_alone(tiny_target):
     prompts = [PROMPT * 3, [9, 10, 11] * 4, [20, 21]]
     settings = {"max_new_tokens": 20, "batch_size": 2}
     alone = Decoder(tiny_target, PromptLookup()).generate(prompts, **settings)
-    watched = Watched(PromptLookup())
-    seen = Decoder(tiny_target, watched).generate(prompts, **settings)
+    decoder = Decoder(tiny_target, Watched(PromptLookup()))
+    seen = decoder.generate(prompts, **settings)
     assert [one.tokens for one in seen] == [one.tokens for one in alone]
     assert [one.stats.accepted_by_depth for one in seen] == [one.stats.accepted_by_depth for one in alone]
     # Rows are at different tokens; every round of the batch is one pass.
-    counts = watched.counts()
+    counts = decoder.drafter.counts()
     assert sum(counts.accepted_by_rank) == sum(sum(one.stats.accepted_by_depth) for one in seen)
 
 
@@ -79,7 +79,7 @@ def test_features_are_those_of_the_drafter():
 
 
 def test_counting_starts_behind_the_prompt(tiny_target):
-    watched = Watched(PromptLookup())
-    Decoder(tiny_target, watched).generate(PROMPT, max_new_tokens=1)
-    assert watched.counts().passes == {}
+    decoder = Decoder(tiny_target, Watched(PromptLookup()))
+    decoder.generate(PROMPT, max_new_tokens=1)
+    assert decoder.drafter.counts().passes == {}
     assert torch.is_grad_enabled()
