@@ -59,16 +59,17 @@ def load_model(
         ModelNotFound: there is no model, or no tokenizer, at `source`.
         InvalidCheckpoint: files are there but broken, or leave weights of the model unset.
         UnsupportedModel: transformers does not know the model as a causal language model.
-        InvalidRequest: `dtype` or `attn_implementation` is none.
+        InvalidRequest: `dtype`, `device` or `attn_implementation` is none, or this machine has no such device.
     """
     if source == DEMO_MODEL and dtype is None and device is None and emulates_bfloat16():
         dtype = torch.float32
+    place = None if device is None else _parse_device(device)
     options |= {"dtype": _parse_dtype(dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     model, tokenizer = _load(source, options)
-    if device is not None:
-        model.to(device)  # type: ignore[arg-type]
+    if place is not None:
+        model.to(place)  # type: ignore[arg-type]
     return model, tokenizer
 
 
@@ -234,6 +235,21 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
     parsed = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
     if not isinstance(parsed, torch.dtype) or not parsed.is_floating_point:
         raise InvalidRequest(f"dtype must be a floating-point type such as 'bfloat16' or 'float32', got {dtype!r}")
+    return parsed
+
+
+def _parse_device(device: str | torch.device) -> torch.device:
+    able = ["cpu"]
+    if (accelerator := torch.accelerator.current_accelerator()) is not None:
+        able += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
+    wanted = f"device must be one that this machine and this build of torch have ({', '.join(able)}), got {device!r}"
+    try:
+        parsed = torch.device(device)
+        torch.empty(0, device=parsed)  # each missing backend fails in its own way
+    except (AssertionError, ImportError, RuntimeError, TypeError) as error:
+        raise InvalidRequest(f"{wanted}: {_describe(error)}") from error
+    if parsed.type == "meta":
+        raise InvalidRequest(f"{wanted}: it holds no weights")
     return parsed
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, T5Config
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, T5Config
 
 from draftwood.core import loading
 from draftwood.core.errors import InvalidCheckpoint, InvalidRequest, ModelNotFound, UnsupportedModel
@@ -94,11 +94,21 @@ def test_a_directory_loads_as_it_was_saved(saved, tiny_llama, capfd):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.bfloat16])
-def test_options_reach_the_model(saved, dtype):
-    model, _ = load_model(saved, dtype=dtype, device="meta", attn_implementation="eager")
+def test_options_reach_the_model(saved, dtype, monkeypatch):
+    moved = []
+    monkeypatch.setattr(PreTrainedModel, "to", lambda model, device: moved.append(device) or model)
+    model, _ = load_model(saved, dtype=dtype, device="cpu", attn_implementation="eager")
     assert model.dtype == torch.bfloat16
-    assert model.device.type == "meta"
+    assert moved == [torch.device("cpu")]
     assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("device", ["bogus", "", "meta", torch.device("meta"), "ipu", "opencl", "cuda:99", 2.5])
+def test_devices_that_cannot_be_used(device):
+    with pytest.raises(InvalidRequest) as refused:
+        load_model("/nowhere", device=device)  # said before the model is looked for
+    message = str(refused.value)
+    assert "build of torch have (cpu" in message and f"got {device!r}: " in message and "\n" not in message
 
 
 @pytest.mark.parametrize(
