@@ -7,6 +7,7 @@ code 2; an interrupt is exit code 130.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from .core.errors import InvalidRequest
 from .core.registry import Catalog
 from .decoder import Decoder, StreamStep
 from .plugins import load_registry
-from .study.spec import DrafterSpec, parse_option
+from .study.spec import DrafterSpec, nest, parse_option
 
 app = typer.Typer(
     cls=Commands,
@@ -80,9 +81,9 @@ def generate(
         list[str] | None, typer.Option(help="Drafter option, key=value; part.key=value for one part of several.")
     ] = None,
     rule: Annotated[str, typer.Option(help="Acceptance rule.")] = "auto",
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of all randomness.")] = 0,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Most new tokens.  [default: 128]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.  [default: 0]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of all randomness.  [default: 0]")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be repeated.")] = None,
     setting: Annotated[
         list[str] | None, typer.Option(help="Any other field of GenerationConfig, key=value, such as top_p=0.9.")
@@ -95,14 +96,14 @@ def generate(
     json_output: JsonFlag = False,
 ) -> None:
     """Generate a text; on a terminal, tokens that the drafter had guessed are coloured."""
-    text = sys.stdin.read() if prompt == "-" else prompt
-    spec = DrafterSpec(drafter, _options(option))
-    settings = dict(parse_option(one) for one in setting or ())
-    settings |= {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    if stop:
-        settings["stop_strings"] = stop
+    text = _read(prompt)
+    spec = DrafterSpec(drafter, nest(dict(parse_option(one) for one in option or ())))
+    named = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "stop_strings": stop or None}
+    settings = _settings(named, setting or [])
     registry = load_registry()
     registry.create_drafter(spec.name, spec.options)  # a typing error should not wait for the model
+    if rule != "auto":
+        registry.create_rule(rule)
     decoder = Decoder(
         cli_study.load_target(model, dtype, device), drafter, drafter_options=spec.options, rule=rule, registry=registry
     )
@@ -127,15 +128,24 @@ def _entry(catalog: Catalog[Any], name: str) -> dict[str, Any]:
     return {"summary": catalog.summary(name), "options": options, "plugin": catalog.plugin(name)}
 
 
-def _options(given: list[str] | None) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for key, value in map(parse_option, given or ()):
-        part, dot, inner = key.partition(".")
-        if dot:
-            options.setdefault(part, {})[inner] = value
-        else:
-            options[key] = value
-    return options
+def _read(prompt: str) -> str:
+    """Returns the prompt's text, from standard input if it is `-`."""
+    # Bytes of an argument that are no UTF-8 arrive as surrogates; encoding restores them.
+    raw = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        bad = raw[error.start : error.end]
+        raise InvalidRequest(f"the prompt must be UTF-8 text, got {bad!r} at byte {error.start}") from error
+
+
+def _settings(named: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
+    """Joins the settings that have an option of their own (None where it is not used) and those of `--setting`."""
+    given = {key: value for key, value in named.items() if value is not None}
+    settings = dict(parse_option(one) for one in others)
+    if twice := sorted(given.keys() & settings.keys()):
+        raise InvalidRequest(f"{twice[0]} is given twice: {given[twice[0]]!r} and --setting {settings[twice[0]]!r}")
+    return settings | given
 
 
 def _render(decoder: Decoder, text: str, chat: bool | None) -> Any:

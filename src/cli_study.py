@@ -230,7 +230,8 @@ def _progress() -> Iterator[run.Progress]:
         TextColumn("left"),
         TimeRemainingColumn(),
     ]
-    with Progress(*columns, console=err, transient=True) as bar:
+    # Where there is no terminal, rich would end what it does not show with an empty line.
+    with Progress(*columns, console=err, transient=True, disable=not err.is_interactive) as bar:
         task = bar.add_task("loading", total=None)
 
         def report(done: int, total: int, what: str) -> None:

@@ -88,6 +88,26 @@ def test_generate_passes_settings_on(tiny):
     assert len(json.loads(single.stdout)["stats"]["drafted_by_depth"]) <= 1
 
 
+def test_a_setting_is_not_overridden_by_a_default(tiny):
+    def run(*options):
+        done = json.loads(good("generate", tiny, "abc", "--raw", "--json", "--rule", "coupled", *options).stdout)
+        return done["tokens"]
+
+    drawn = run("--temperature", "2", "--max-new-tokens", "9", "--seed", "5")
+    assert run("--setting", "temperature=2", "--setting", "max_new_tokens=9", "--setting", "seed=5") == drawn
+    assert drawn != run("--max-new-tokens", "9")
+    assert len(run("--setting", "max_length=7")) == 7 - 3
+
+
+@pytest.mark.parametrize("prompt", ["-", b"abc \xff d"])
+def test_a_prompt_that_is_no_utf8_is_one_line_and_exit_2(prompt):
+    code = "from draftwood.cli import main; main()"
+    arguments = [sys.executable, "-c", code, "generate", "/nowhere/model", prompt]
+    done = subprocess.run(arguments, input=b"abc \xff d", capture_output=True, check=False)
+    assert done.returncode == 2 and done.stdout == b""
+    assert done.stderr == b"draftwood: the prompt must be UTF-8 text, got b'\\xff' at byte 4\n"
+
+
 def test_accepted_tokens_are_coloured_on_a_terminal(tiny, monkeypatch):
     from rich.console import Console
 
@@ -206,7 +226,14 @@ def unsupported(tmp_path):
         (["generate", "/nowhere/model", "x", "--drafter", "nope"], "no drafter 'nope'"),
         (["generate", "MODEL", "x", "--rule", "nope"], "no rule 'nope'"),
         (["generate", "MODEL", "x", "--option", "gama=3"], "did you mean 'gamma'"),
+        (["generate", "/nowhere/model", "x", "--rule", "nope"], "no rule 'nope'"),
         (["generate", "MODEL", "x", "--option", "gamma"], "key=value"),
+        (["generate", "MODEL", "x", "--option", "gamma.x=3"], "gamma must be a whole number >= 1, got {'x': 3}"),
+        (["generate", "MODEL", "x", "--option", "gamma=3", "--option", "gamma.x=3"], "gamma or gamma.x, not both"),
+        (["generate", "MODEL", "x", "--temperature", "0", "--setting", "temperature=1"], "temperature is given twice"),
+        (["generate", "MODEL", "x", "--stop", "a", "--setting", "stop_strings=b"], "stop_strings is given twice"),
+        (["generate", "MODEL", "x", "--max-new-tokens", "3", "--setting", "max_length=9"], "not both"),
+        (["generate", "MODEL", "x", "--device", "bogus"], "got 'bogus'"),
         (["generate", "MODEL", "x", "--option", "gamma=0"], "gamma must be a whole number >= 1, got 0"),
         (["generate", "MODEL", "x", "--max-new-tokens", "0"], "max_new_tokens"),
         (["generate", "MODEL", "x", "--max-new-tokens", "-3"], "-3"),
@@ -242,6 +269,7 @@ def test_bad_input_is_one_line_and_exit_2(tiny, tmp_path, arguments, message):
     lines = [line for line in done.stderr.splitlines() if line.strip() and "Loading weights" not in line]
     assert len(lines) == 1 and lines[0].startswith("draftwood: "), done.stderr
     assert message in lines[0]
+    assert done.stderr.startswith("draftwood: ") or arguments[0] == "generate", "an empty line came first"
 
 
 def test_errors_of_several_lines_become_one(monkeypatch):

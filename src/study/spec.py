@@ -71,7 +71,7 @@ def parse_specs(text: str) -> list[DrafterSpec]:
     """
     name, options = parse_spec(text, grid=True)
     choices = [[(key, value) for value in values] for key, values in options.items()]
-    return [DrafterSpec(name, _nest(dict(choice))) for choice in itertools.product(*choices)]
+    return [DrafterSpec(name, nest(dict(choice))) for choice in itertools.product(*choices)]
 
 
 def parse_spec(text: str, *, grid: bool = False) -> tuple[str, dict[str, Any]]:
@@ -88,7 +88,7 @@ def parse_spec(text: str, *, grid: bool = False) -> tuple[str, dict[str, Any]]:
     for part in _split(rest, ",") if rest else []:
         key, value = parse_option(part, raw=True)
         options[key] = [parse_value(one) for one in _split(value, "|")] if grid else parse_value(value)
-    return name.strip(), options if grid else _nest(options)
+    return name.strip(), options if grid else nest(options)
 
 
 def parse_option(text: str, *, raw: bool = False) -> tuple[str, Any]:
@@ -132,10 +132,17 @@ def _split(text: str, separator: str) -> list[str]:
     return parts
 
 
-def _nest(options: Mapping[str, Any]) -> dict[str, Any]:
+def nest(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options with those named `part.option` gathered by part.
+
+    Raises:
+        InvalidRequest: a part is also given as an option of its own.
+    """
     nested: dict[str, Any] = {}
     for key, value in options.items():
         part, dot, inner = key.partition(".")
+        if dot and part in options:
+            raise InvalidRequest(f"give {part} or {key}, not both; got {part}={options[part]!r} and {key}={value!r}")
         if dot:
             nested.setdefault(part, {})[inner] = value
         else:
