@@ -21,6 +21,7 @@ from .core.engine import Engine
 from .core.errors import InvalidRequest
 from .core.registry import Registry
 from .core.rule import Rule
+from .core.sampling import on_every_node
 from .core.state import DecodeState
 from .core.stats import Seconds
 from .core.target import Target
@@ -158,6 +159,7 @@ class _Call:
                 whole = one.encoder_input_ids
                 one = copy.copy(one)
                 one.encoder_input_ids = whole[row : row + 1]
+                one = on_every_node(one)
             elif isinstance(one, hf.EncoderNoRepeatNGramLogitsProcessor):
                 one = copy.copy(one)
                 one.batch_size, one.generated_ngrams = 1, one.generated_ngrams[row : row + 1]

@@ -9,6 +9,7 @@ This module does not know models, rules or random numbers.
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -175,6 +176,21 @@ def process(
     return scores
 
 
+def on_every_node(processor: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """Gives a processor that holds one prompt as many copies of it as there are nodes.
+
+    Older versions of transformers (5.0 and 5.17, for two) would apply it to the first node alone.
+    """
+
+    def apply(input_ids: Tensor, scores: Tensor) -> Tensor:
+        for_all = copy.copy(processor)
+        for_all.encoder_input_ids = processor.encoder_input_ids.expand(len(scores), -1)
+        result: Tensor = for_all(input_ids, scores)
+        return result
+
+    return apply
+
+
 def tree_paths(tree: TokenTree) -> list[list[list[int]]]:
     """Returns for each row the drafted tokens that lead to the root (none) and to each node, [batch][1 + size]."""
     paths = []
@@ -253,7 +269,14 @@ def _content_steps(params: SamplingParams, eos: tuple[int, ...], prompt: tuple[i
             lambda *_: bias([[list(ids), value] for ids, value in biases]),
         )
     if (params.encoder_repetition_penalty or 1.0) != 1.0:
-        yield on_prompt(hf.EncoderRepetitionPenaltyLogitsProcessor, params.encoder_repetition_penalty, False)
+        reward: Any = hf.EncoderRepetitionPenaltyLogitsProcessor
+        penalty = params.encoder_repetition_penalty
+        yield Step(
+            reward,
+            (penalty, prompt),
+            False,
+            lambda _, device: on_every_node(reward(penalty, torch.tensor([prompt], device=device))),
+        )
     if (params.repetition_penalty or 1.0) != 1.0:
         yield _step(hf.RepetitionPenaltyLogitsProcessor, params.repetition_penalty, history=True)
     if params.no_repeat_ngram_size:
