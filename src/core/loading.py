@@ -208,6 +208,8 @@ def _write_converted(path: Path, directory: Path) -> None:
     plain.tie_weights()
     plain.generation_config = model.generation_config
     plain.save_pretrained(directory)
+    if isinstance(model.config.eos_token_id, int):  # transformers 5.0 mistakes another token for it
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
     tokenizer.save_pretrained(directory)
 
 

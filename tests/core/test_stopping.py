@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 import torch
 import transformers as hf
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -102,7 +102,10 @@ def test_stop_strings_end_a_text_where_decoding_it_all_anew_would(kind, case, da
 @settings(deadline=None, max_examples=150)
 def test_stop_strings_agree_with_transformers_on_any_tokens(tokens, strings):
     tokenizer = TOKENIZERS["byte level"]
-    criterion = hf.StopStringCriteria(tokenizer, strings)
+    try:
+        criterion = hf.StopStringCriteria(tokenizer, strings)
+    except ValueError:  # older versions of transformers refuse strings that a token does not end with
+        assume(False)
     stopper = Stopper(max_tokens=1000, stop_strings=strings, tokenizer=tokenizer)
     for length in range(1, len(tokens) + 1):
         stops = criterion(torch.tensor([tokens[:length]]), None).item()
