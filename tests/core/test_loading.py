@@ -211,7 +211,8 @@ def test_a_gguf_file_is_converted_once(tiny_gguf, cache, monkeypatch, capfd):
     assert first.generation_config.eos_token_id == 2
     assert tokenizer.chat_template == TEMPLATE
     assert tokenizer.eos_token == "</s>"
-    assert tokenizer("cab")["input_ids"] == [CHARACTERS.index("c"), CHARACTERS.index("ab")]
+    # Whether a first token is added is told by some versions and not by others.
+    assert tokenizer("cab", add_special_tokens=False)["input_ids"] == [CHARACTERS.index("c"), CHARACTERS.index("ab")]
     [embedding] = [t.data for t in gguf.GGUFReader(tiny_gguf).tensors if t.name == "token_embd.weight"]
     torch.testing.assert_close(first.get_input_embeddings().weight.data, torch.tensor(embedding).bfloat16())
 
