@@ -114,7 +114,8 @@ class Decoder:
 
     Args:
         target: a `Target`, or what `Target.from_pretrained` takes.
-        drafter: a name (`"eagle"`, or several joined by `+`), or a `Drafter` of your own.
+        drafter: a name (`"eagle"`, or several joined by `+`), or a `Drafter` of your own, of which
+            a copy is bound (`decoder.drafter`).
         drafter_options: keyword options of a drafter given by name.
         rule: a name, `"auto"` (greedy at temperature 0, rejection above), or a `Rule` of your own.
         rule_options: keyword options of a rule given by name.

@@ -65,6 +65,10 @@ class Draft(NamedTuple):
 class Spy(DraftModel):
     """Notes every proposal and hands each round to `check`."""
 
+    def copy(self) -> Spy:
+        """Itself: what is bound is what is looked at."""
+        return self
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.drafts: list[Draft] = []
@@ -254,7 +258,7 @@ def test_loads_its_model_in_the_targets_type(target, tmp_path, tinier_llama):
     tinier_llama.save_pretrained(tmp_path)
     words(range(VOCABULARY)).save_pretrained(tmp_path)
     spoken = Target(target.model, words(range(VOCABULARY)))
-    drafter = DraftModel(model=tmp_path)
+    drafter = Decoder(spoken, DraftModel(model=tmp_path)).drafter
     assert tokens_of(decode(spoken, drafter)) == tokens_of(decode(target, "none"))
     assert drafter.draft.dtype == target.dtype == torch.float64
     with pytest.raises(ModelNotFound, match="nowhere"):

@@ -238,6 +238,10 @@ class Oracle(Drafter):
 class Spy(Drafter):
     """Checks what another drafter's session is told against forwards of whole texts."""
 
+    def copy(self) -> Spy:
+        """Itself: what is bound is what is looked at."""
+        return self
+
     def __init__(self, spied: Drafter) -> None:
         self.spied = spied
         self.accepted: list[int] = []

@@ -165,7 +165,7 @@ def test_a_prompt_that_cannot_work_is_an_error_of_its_cell(tiny_target):
     [
         ({"drafters": ["nope"]}, UnknownName, "no drafter 'nope'"),
         ({"drafters": ["prompt-lookup:gama=2"]}, InvalidRequest, "did you mean 'gamma'"),
-        ({"drafters": [("prompt-lookup", {"gamma": 0})]}, InvalidRequest, "gamma must be >= 1, got 0"),
+        ({"drafters": [("prompt-lookup", {"gamma": 0})]}, InvalidRequest, "gamma must be a whole number >= 1, got 0"),
         ({"rules": ["nope"]}, UnknownName, "no rule 'nope'"),
         ({"rules": "auto"}, InvalidRequest, "rules must be a non-empty list"),
         ({"rules": ["greedy"], "temperatures": [1.0]}, InvalidRequest, "no meaning at temperature 1"),

@@ -150,8 +150,7 @@ def test_a_stopped_search_goes_on(target, tmp_path: Path):
 
 def test_the_exit_that_was_found_is_loaded(target, tmp_path: Path):
     found = search_early_exit(target, PROMPTS, output=tmp_path / "exit.json", **SHORT)
-    drafter = EarlyExit(exit_layer=tmp_path / "exit.json")
-    Decoder(target, drafter)
+    drafter = Decoder(target, EarlyExit(exit_layer=tmp_path / "exit.json")).drafter
     assert drafter.view.layers == found.options["exit_layer"]
 
 
