@@ -65,7 +65,9 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
     decoder: object = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[no-untyped-call]
     # Some families call their LM head a decoder.
     if not isinstance(decoder, nn.Module) or decoder is model or isinstance(decoder, nn.Linear):
-        return model.base_model
+        decoder = model.base_model
+    if decoder is model:  # a name that its base class does not look for
+        decoder = next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
     return decoder
 
 

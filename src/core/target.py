@@ -67,8 +67,8 @@ class Target:
         self.config = model.config.get_text_config(decoder=True)
         self.mask_plan = MaskPlan.of(model, self.config)
         self._arguments = forward_arguments(model)
-        self._decoder = find_decoder(model)
-        self.blocks = find_blocks(self._decoder, getattr(self.config, "num_hidden_layers", 0))
+        self.decoder = find_decoder(model)
+        self.blocks = find_blocks(self.decoder, getattr(self.config, "num_hidden_layers", 0))
         self.layout = probe(self)
         self._state = self._model_state()
 
@@ -132,7 +132,7 @@ class Target:
         twin = copy.copy(self)
         twin.model, twin.blocks = model, blocks
         twin.config = model.config.get_text_config(decoder=True)
-        twin._decoder = find_decoder(model)
+        twin.decoder = find_decoder(model)
         return twin
 
     def new_cache(self, rows: int = 0, capacity: int = 256) -> SlotCache:
@@ -254,7 +254,7 @@ class Target:
         Returns:
             Logits [batch, keep, vocabulary] and the captured features, [batch, columns, width] each.
         """
-        names, model = self._arguments, self.model if keep else self._decoder
+        names, model = self._arguments, self.model if keep else self.decoder
         arguments: dict[str, Any] = {"attention_mask": masks, "position_ids": positions, names.cache: cache}
         # Given a number, a model may drop columns before its last layers (gemma4), which features would miss.
         listed = keep if isinstance(keep, list) or not features else [*range(ids.shape[1])][-keep:]
@@ -300,7 +300,7 @@ class Target:
         try:
             for name in features:
                 if name == "last":
-                    handles.append(self._decoder.register_forward_hook(final))
+                    handles.append(self.decoder.register_forward_hook(final))
                 elif name == self.layers:
                     handles.append(self.blocks[-1].register_forward_hook(leaving))
                 else:

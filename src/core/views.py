@@ -9,12 +9,13 @@ knows no drafter; who decides which layers are left out is not its business.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .anatomy import REFUSALS
 from .errors import InvalidRequest, UnsupportedModel
@@ -85,6 +86,66 @@ def _try(target: Target, view: Target) -> None:
         raise UnsupportedModel(
             f"{type(target.model).__name__} does not run without the layers left out: {type(error).__name__}: {error}"
         ) from error
+
+
+def head_of(target: Target) -> Callable[[Tensor], Tensor]:
+    """Returns what the target makes of its final normalised hidden states: LM head, scaling and soft-capping.
+
+    Its weights are the target's own memory, but no gradient is ever computed for them; one flows through to the
+    hidden states.
+
+    Returns:
+        A function from [batch, columns, width], the feature `"last"`, to raw logits [batch, columns, vocabulary].
+
+    Raises:
+        UnsupportedModel: the model does not take hidden states from its decoder to its LM head.
+    """
+    decoder = target.decoder
+    path = next(name for name, module in target.model.named_modules() if module is decoder)
+    inside = {id(part) for part in decoder.modules()}
+    shared: dict[int, Any] = {id(target.model.config): target.model.config}
+    for part in target.model.modules():
+        if id(part) not in inside:
+            for parameter in part.parameters(recurse=False):
+                shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+            shared.update((id(buffer), buffer) for buffer in part.buffers(recurse=False))
+    shared[id(decoder)] = _Given()
+    model: PreTrainedModel = copy.deepcopy(target.model, shared)
+
+    def head(hidden: Tensor) -> Tensor:
+        logits: Tensor = model(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
+        return logits
+
+    try:
+        with torch.inference_mode():
+            cache = target.new_cache(1, 8)
+            scores = target.score(cache, [[1, 2]], TokenTree.empty(1), features=frozenset({"last"}))
+            error = (head(scores.features["last"])[:, -1] - scores.logits[:, 0]).abs().max() / scores.logits.std()
+    except REFUSALS as refusal:
+        raise UnsupportedModel(
+            f"{type(target.model).__name__} does not take hidden states to its LM head at {path!r}: "
+            f"{type(refusal).__name__}: {refusal}"
+        ) from refusal
+    if not error < (1e-4 if target.dtype in (torch.float32, torch.float64) else 0.1):
+        raise UnsupportedModel(
+            f"the logits of {type(target.model).__name__} are no function of its final hidden states alone"
+        )
+    return head
+
+
+class _Given(nn.Module):
+    """Stands in for a decoder that has run already: gives back the hidden states that it is handed."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> _GivenStates:
+        return _GivenStates(last_hidden_state=inputs_embeds)
+
+
+class _GivenStates(BaseModelOutputWithPast):
+    """The output of a decoder of any family: whatever else it may hold is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 def resumes_exactly(target: Target, layer: int) -> bool:

@@ -18,7 +18,7 @@ from draftwood.core.errors import InvalidRequest, UnsupportedModel
 from draftwood.core.proposal import ExitStates
 from draftwood.core.target import Target
 from draftwood.core.tree import TokenTree
-from draftwood.core.views import layer_view, resumes_exactly
+from draftwood.core.views import head_of, layer_view, resumes_exactly
 from tests.architectures import build
 from tests.conftest import llama_config, tiny_model
 
@@ -264,3 +264,35 @@ def test_blocks_without_an_mlp_of_their_own_are_skipped_whole():
     with pytest.raises(UnsupportedModel, match="skip its attention and its MLP together"):
         layer_view(target, skip_mlp=[1])
     assert layer_view(target, skip_mlp=[1], skip_attention=[1]).layers == target.layers - 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "granite", "cohere", "llama4_text", "opt"])
+def test_the_head_makes_the_targets_logits_and_computes_no_gradient_of_its_weights(family):
+    target = Target(build(family))
+    state = {name: value.clone() for name, value in target.model.state_dict().items()}
+    tree = TokenTree.from_lists([[3, 4, 3]], [[-1, -1, 1]])
+    scores = target.score(target.new_cache(1, 16), [[5, 6]], tree, features=frozenset({"last"}))
+    head = head_of(target)
+    hidden = scores.features["last"].detach().clone().requires_grad_()
+    logits = head(hidden)
+    torch.testing.assert_close(logits[:, 1:].detach(), scores.logits.detach(), rtol=1e-9, atol=1e-9)
+    logits.square().sum().backward()
+    assert hidden.grad is not None and hidden.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+    assert all(torch.equal(value, state[name]) for name, value in target.model.state_dict().items())
+
+
+def test_the_head_follows_the_targets_weights_without_a_copy(tiny_llama):
+    target = Target(tiny_llama)
+    head = head_of(target)
+    hidden = torch.randn(
+        1, 1, target.config.hidden_size, dtype=target.dtype, generator=torch.Generator().manual_seed(0)
+    )
+    before = head(hidden).clone()
+    weight = target.model.get_output_embeddings().weight
+    with torch.no_grad():
+        kept = weight.clone()
+        weight.mul_(2)
+        doubled = head(hidden)
+        weight.copy_(kept)
+    torch.testing.assert_close(doubled, before * 2)
