@@ -88,16 +88,23 @@ def _try(target: Target, view: Target) -> None:
         ) from error
 
 
-def head_of(target: Target) -> Callable[[Tensor], Tensor]:
+def head_of(target: Target, tokens: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Returns what the target makes of its final normalised hidden states: LM head, scaling and soft-capping.
 
     Its weights are the target's own memory, but no gradient is ever computed for them; one flows through to the
     hidden states.
 
+    Args:
+        target: whose LM head.
+        tokens: [kept] int64 target ids: the logits of these alone, in this order. Of an ordinary LM head their rows
+            are then copied, so that no other is read. None keeps the whole vocabulary.
+
     Returns:
-        A function from [batch, columns, width], the feature `"last"`, to raw logits [batch, columns, vocabulary].
+        A function from [batch, columns, width], the feature `"last"`, to raw logits [batch, columns, vocabulary or
+        kept].
 
     Raises:
+        InvalidRequest: `tokens` is no list of the target's token ids.
         UnsupportedModel: the model does not take hidden states from its decoder to its LM head.
     """
     decoder = target.decoder
@@ -110,6 +117,9 @@ def head_of(target: Target) -> Callable[[Tensor], Tensor]:
                 shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
             shared.update((id(buffer), buffer) for buffer in part.buffers(recurse=False))
     shared[id(decoder)] = _Given()
+    if tokens is not None:
+        output: nn.Module = target.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        shared[id(output)] = _rows(output, _token_ids(tokens, target.vocabulary_size))
     model: PreTrainedModel = copy.deepcopy(target.model, shared)
 
     def head(hidden: Tensor) -> Tensor:
@@ -120,7 +130,8 @@ def head_of(target: Target) -> Callable[[Tensor], Tensor]:
         with torch.inference_mode():
             cache = target.new_cache(1, 8)
             scores = target.score(cache, [[1, 2]], TokenTree.empty(1), features=frozenset({"last"}))
-            error = (head(scores.features["last"])[:, -1] - scores.logits[:, 0]).abs().max() / scores.logits.std()
+            expected = scores.logits[:, 0] if tokens is None else scores.logits[:, 0, tokens.to(scores.logits.device)]
+            error = (head(scores.features["last"])[:, -1] - expected).abs().max() / scores.logits.std()
     except REFUSALS as refusal:
         raise UnsupportedModel(
             f"{type(target.model).__name__} does not take hidden states to its LM head at {path!r}: "
@@ -131,6 +142,40 @@ def head_of(target: Target) -> Callable[[Tensor], Tensor]:
             f"the logits of {type(target.model).__name__} are no function of its final hidden states alone"
         )
     return head
+
+
+def _token_ids(tokens: Tensor, vocabulary: int) -> Tensor:
+    """Checks that `tokens` are ids below `vocabulary`."""
+    if tokens.dim() != 1 or not tokens.numel() or tokens.dtype != torch.int64:
+        raise InvalidRequest(f"tokens must be [kept] int64 ids, got {list(tokens.shape)} {tokens.dtype}")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocabulary:
+        raise InvalidRequest(f"tokens must be ids from 0 to {vocabulary - 1}, got {low if low < 0 else high}")
+    return tokens
+
+
+def _rows(output: nn.Module, tokens: Tensor) -> nn.Module:
+    """Returns an LM head that computes the logits of `tokens` alone, or, of an unusual one, picks them out."""
+    if type(output) is not nn.Linear:  # quantised or adapted: its weights are not what it multiplies by
+        return _Picked(output, tokens)
+    rows = nn.Linear(output.in_features, len(tokens), bias=output.bias is not None, device="meta")
+    for name, parameter in output.named_parameters(recurse=False):
+        kept = parameter.detach()[tokens.to(parameter.device)]
+        setattr(rows, name, nn.Parameter(kept, requires_grad=False))
+    return rows
+
+
+class _Picked(nn.Module):
+    """An LM head of which some logits are picked out."""
+
+    def __init__(self, output: nn.Module, tokens: Tensor) -> None:
+        super().__init__()
+        self._outputs = (output,)  # in a tuple: it is the target's, no part of this module
+        self._tokens = tokens
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._outputs[0](hidden)
+        return logits[..., self._tokens.to(logits.device)]
 
 
 class _Given(nn.Module):

@@ -296,3 +296,62 @@ def test_the_head_follows_the_targets_weights_without_a_copy(tiny_llama):
         doubled = head(hidden)
         weight.copy_(kept)
     torch.testing.assert_close(doubled, before * 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "granite", "cohere", "phi", "opt"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_of_some_tokens_makes_their_logits_alone(family: str, tied: bool):
+    target = Target(build(family, tie_word_embeddings=tied))
+    bias = target.model.get_output_embeddings().bias
+    if bias is not None:
+        torch.nn.init.normal_(bias, generator=torch.Generator().manual_seed(0))
+    state = {name: value.clone() for name, value in target.model.state_dict().items()}
+    kept = torch.tensor([7, 3, 100, 0, 41])
+    scores = target.score(target.new_cache(1, 16), [[5, 6]], TREE_OF_ONE, features=frozenset({"last"}))
+    hidden = scores.features["last"].detach().clone().requires_grad_()
+    head = head_of(target, kept)
+    logits = head(hidden)
+    torch.testing.assert_close(logits, head_of(target)(hidden)[..., kept], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logits[:, 1:].detach(), scores.logits[..., kept].detach(), rtol=1e-9, atol=1e-9)
+    logits.square().sum().backward()
+    assert hidden.grad is not None and hidden.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in target.model.parameters())
+    assert all(torch.equal(value, state[name]) for name, value in target.model.state_dict().items())
+
+
+def test_the_head_of_some_tokens_reads_their_rows_alone(tiny_llama: PreTrainedModel):
+    target = Target(copy.deepcopy(tiny_llama))
+    head = head_of(target, torch.tensor([5, 2]))
+    hidden = torch.randn(1, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before = head(hidden)
+    with torch.no_grad():
+        target.model.get_output_embeddings().weight.fill_(torch.nan)
+    assert torch.equal(head(hidden), before)
+
+
+def test_the_logits_of_some_tokens_are_picked_from_an_unusual_head(tiny_llama: PreTrainedModel):
+    class Shifted(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden) + torch.arange(self.out_features)
+
+    model = copy.deepcopy(tiny_llama)
+    model.lm_head.__class__ = Shifted
+    target = Target(model)
+    hidden = torch.randn(1, 2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    kept = torch.tensor([90, 2, 5])
+    torch.testing.assert_close(head_of(target, kept)(hidden), model.lm_head(hidden)[..., kept])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (torch.tensor([3, 96]), "ids from 0 to 95, got 96"),
+        (torch.tensor([-1, 4]), "ids from 0 to 95, got -1"),
+        (torch.tensor([[3]]), r"must be \[kept\] int64 ids, got \[1, 1\]"),
+        (torch.tensor([], dtype=torch.int64), r"got \[0\] torch.int64"),
+        (torch.tensor([3.0]), "got .* torch.float32"),
+    ],
+)
+def test_a_head_of_tokens_that_are_none(tiny_llama: PreTrainedModel, tokens: Tensor, message: str):
+    with pytest.raises(InvalidRequest, match=message):
+        head_of(Target(tiny_llama), tokens)
