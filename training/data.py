@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,24 @@ class Document(NamedTuple):
     learnt: list[bool]
 
 
+class Batch(NamedTuple):
+    """Sequences that are read together.
+
+    Attributes:
+        tokens: [batch, length] int64.
+        learnt: [batch, length] bool.
+        index: [batch] int64, which sequences of the data these are.
+    """
+
+    tokens: Tensor
+    learnt: Tensor
+    index: Tensor  # type: ignore[assignment]  # in the place of tuple.index
+
+    def to(self, device: torch.device) -> Batch:
+        """Returns the batch with tokens and learnt on a device; the index stays on the CPU."""
+        return Batch(self.tokens.to(device), self.learnt.to(device), self.index)
+
+
 @dataclass(frozen=True, eq=False)
 class Sequences:
     """Packed documents.
@@ -40,6 +58,7 @@ class Sequences:
 
     tokens: Tensor
     learnt: Tensor
+    _orders: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -49,24 +68,32 @@ class Sequences:
         parts = (self.tokens.to(torch.int64), self.learnt.to(torch.uint8))
         return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()[:16]
 
-    def batch(self, first: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Returns positions `first` to `first + size - 1` of the endless order in which training reads.
+    def at(self, index: Tensor) -> Batch:
+        """Returns the sequences numbered `index`, [batch] int64."""
+        return Batch(self.tokens[index], self.learnt[index], index)
+
+    def order(self, first: int, size: int, seed: int) -> Tensor:
+        """Returns which sequences are read at positions `first` to `first + size - 1` of an endless order.
 
         Every epoch goes through all sequences in an order of its own, which follows from seed and epoch alone, so that
         a position is all that has to be known to go on.
 
         Returns:
-            tokens and learnt, [size, length] each.
+            [size] int64.
         """
-        orders: dict[int, Tensor] = {}
-        chosen = []
-        for position in range(first, first + size):
-            epoch, index = divmod(position, len(self))
-            if epoch not in orders:
-                generator = torch.Generator().manual_seed(_mixed(seed, epoch))
-                orders[epoch] = torch.randperm(len(self), generator=generator)
-            chosen.append(int(orders[epoch][index]))
-        return self.tokens[chosen], self.learnt[chosen]
+        parts = []
+        while size > 0:
+            epoch, start = divmod(first, len(self))
+            parts.append(self._epoch(epoch, seed)[start : start + size])
+            first, size = first + len(parts[-1]), size - len(parts[-1])
+        return torch.cat(parts)
+
+    def _epoch(self, epoch: int, seed: int) -> Tensor:
+        if (epoch, seed) not in self._orders:
+            self._orders.clear()  # one is enough: steps go through an epoch in a row
+            generator = torch.Generator().manual_seed(mixed_seed(seed, epoch))
+            self._orders[epoch, seed] = torch.randperm(len(self), generator=generator)
+        return self._orders[epoch, seed]
 
 
 def read_documents(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
@@ -175,7 +202,29 @@ def _chat(place: str, messages: Sequence[Mapping[str, str]], tokenizer: PreTrain
     return Document(list(encoded.input_ids), learnt)
 
 
-def _mixed(seed: int, epoch: int) -> int:
-    """A seed for one epoch that no other pair of seed and epoch is likely to have."""
-    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
+def mixed_seed(*parts: int) -> int:
+    """Returns a seed that no other sequence of numbers is likely to have."""
+    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:7], "big")
+
+
+def split(data: Sequences, held: int | float, seed: int = 0) -> tuple[Sequences, Sequences]:
+    """Returns data to train on and data held out of it, a function of the contents' order and the seed alone.
+
+    Args:
+        data: at least 2 sequences; both parts keep their order.
+        held: how many sequences to hold out, or their share if it is below 1.
+        seed: of the choice.
+
+    Raises:
+        InvalidRequest: a part would be empty.
+    """
+    count = round(held * len(data)) if 0 < held < 1 else held
+    if isinstance(held, bool) or count != int(count) or not 1 <= count < len(data):
+        raise InvalidRequest(
+            f"of {len(data)} sequences 1 to {len(data) - 1} can be held out, or a share that comes to as many; "
+            f"got {held!r}"
+        )
+    shuffled = torch.randperm(len(data), generator=torch.Generator().manual_seed(mixed_seed(seed)))
+    out, rest = shuffled[: int(count)].sort().values, shuffled[int(count) :].sort().values
+    return Sequences(data.tokens[rest], data.learnt[rest]), Sequences(data.tokens[out], data.learnt[out])

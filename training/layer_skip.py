@@ -22,14 +22,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftwood.core.anatomy import find_blocks, find_decoder
 from draftwood.core.errors import InvalidRequest, UnsupportedModel
 
-from .data import Sequences
-from .loop import LOG, Schedule, train
+from .checkpoint import LOG
+from .data import Batch, Sequences
+from .loop import Figures, Objective, Schedule, train
 
 Curriculum = Literal["rotational", "gradual"]
 
@@ -157,18 +159,32 @@ def train_layer_skip(
     student: PreTrainedModel = copy.deepcopy(model).requires_grad_(True)
     student.train(False)
     blocks = _blocks(student)
-    about = {**asdict(recipe), "exit_layers": recipe.exits(len(blocks)), "model": _fingerprint(student)}
+    about = {**asdict(recipe), "exit_layers": recipe.exits(len(blocks)), "model": fingerprint(student)}
     working = output.with_name(output.name + ".training")
-
-    def loss(tokens: Tensor, learnt: Tensor, step: int, generator: torch.Generator) -> tuple[Tensor, dict[str, float]]:
-        enabled = recipe.enabled(len(blocks), step, schedule.steps)
-        kept = _draw(dropout_rates(len(blocks), recipe.p_max), tokens.shape[0], generator)
-        return _loss(student, blocks, tokens, learnt, enabled, recipe.weights(len(blocks), enabled), kept)
-
-    train(student, loss, data, schedule, directory=working, about=about, on_step=on_step)
+    objective = _EarlyExits(student, blocks, recipe, schedule.steps)
+    train(objective, data, schedule, directory=working, about=about, on_step=on_step)
     student.requires_grad_(False)
-    _publish(student, tokenizer, working, output)
+    if PartialState().is_main_process:
+        _publish(student, tokenizer, working, output)
+    PartialState().wait_for_everyone()
     return student
+
+
+class _EarlyExits(Objective):
+    """The losses of the exits that the curriculum has enabled, with blocks dropped at random."""
+
+    def __init__(self, model: PreTrainedModel, blocks: nn.ModuleList, recipe: Recipe, steps: int) -> None:
+        super().__init__()
+        self.model = model
+        self._blocks = (blocks,)  # in a tuple, so that they are registered in the model alone
+        self._recipe, self._steps = recipe, steps
+
+    def forward(self, batch: Batch, step: int, generator: torch.Generator) -> tuple[Tensor, Figures]:
+        (blocks,) = self._blocks
+        enabled = self._recipe.enabled(len(blocks), step, self._steps)
+        kept = _draw(dropout_rates(len(blocks), self._recipe.p_max), batch.tokens.shape[0], generator)
+        weights = self._recipe.weights(len(blocks), enabled)
+        return _loss(self.model, blocks, batch.tokens, batch.learnt, enabled, weights, kept)
 
 
 def _blocks(model: PreTrainedModel) -> nn.ModuleList:
@@ -176,7 +192,7 @@ def _blocks(model: PreTrainedModel) -> nn.ModuleList:
     return find_blocks(find_decoder(model), getattr(config, "num_hidden_layers", 0))
 
 
-def _fingerprint(model: PreTrainedModel) -> str:
+def fingerprint(model: PreTrainedModel) -> str:
     """A digest of a part of every weight, and of its type: enough to tell that a run began with another model."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -198,7 +214,7 @@ def _loss(
     enabled: Sequence[int],
     weights: Sequence[float],
     kept: Tensor,
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, Figures]:
     """The weighted mean of the exits' cross-entropies, and each of them; arguments as of the functions above."""
     with _exits(blocks, enabled, kept.to(tokens.device)):
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
@@ -206,13 +222,13 @@ def _loss(
     if logits.shape[0] != (len(enabled) + 1) * rows:
         raise UnsupportedModel(f"{type(model).__name__} does not lead what its last block puts out to its LM head")
     wanted = learnt[:, 1:]
-    total, figures = torch.zeros((), device=logits.device), {}
+    total, figures = torch.zeros((), device=logits.device), Figures()
     names = [*(f"exit {layer}" for layer in enabled), "last"]
     for name, weight, part in zip(names, weights, logits.view(-1, rows, length, logits.shape[-1]), strict=True):
         # A mask on the logits, and not an ignored label, so that the rest is not raised to float32.
         entropy = nn.functional.cross_entropy(part[:, :-1][wanted].float(), tokens[:, 1:][wanted])
         total = total + weight * entropy
-        figures[name] = float(entropy.detach())
+        figures[name] = entropy.detach()
     return total, figures
 
 

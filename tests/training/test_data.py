@@ -75,12 +75,16 @@ def test_packing():
 
 def test_the_order_is_an_epochs_own_and_known_from_the_position():
     packed = pack([Document(list(range(20)), [True] * 20)], 2)
-    whole = packed.batch(0, 30, seed=1)[0]
-    epochs = [whole[start : start + 10, 0].tolist() for start in (0, 10, 20)]
-    assert all(sorted(epoch) == list(range(0, 20, 2)) for epoch in epochs)
+    whole = packed.order(0, 30, seed=1)
+    epochs = [whole[start : start + 10].tolist() for start in (0, 10, 20)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert torch.equal(packed.batch(7, 8, seed=1)[0], whole[7:15])
-    assert not torch.equal(packed.batch(0, 10, seed=2)[0], whole[:10])
+    assert torch.equal(packed.order(7, 8, seed=1), whole[7:15])
+    assert torch.equal(packed.order(7, 20, seed=1), whole[7:27])
+    assert not torch.equal(packed.order(0, 10, seed=2), whole[:10])
+    batch = packed.at(whole[3:5])
+    assert batch.tokens.tolist() == [[2 * index, 2 * index + 1] for index in whole[3:5].tolist()]
+    assert torch.equal(batch.index, whole[3:5]) and batch.learnt.all()
     other = pack([Document(list(range(20)), [True] * 19 + [False])], 2)
     assert packed.digest() == pack([Document(list(range(20)), [True] * 20)], 2).digest() != other.digest()
 
