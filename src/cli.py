@@ -1,4 +1,4 @@
-"""The command line: `draftwood drafters | generate | compare | report | verify | theory | search | train`.
+"""The command line: one function a command, those of studies and training in modules of their own.
 
 Results go to stdout, progress and remarks to stderr. Whatever Draftwood refuses is one line on stderr and exit
 code 2; an interrupt is exit code 130.
@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from . import cli_study, cli_training
+from . import cli_study, cli_synthesis, cli_training
 from .cli_common import Commands, Device, DType, JsonFlag, Model, out, print_json, remark
 from .core.errors import InvalidRequest
 from .core.registry import Catalog
@@ -35,6 +35,7 @@ app.command()(cli_study.compare)
 app.command()(cli_study.report)
 app.command()(cli_study.verify)
 app.command()(cli_study.theory)
+app.command()(cli_synthesis.synthesise)
 app.add_typer(cli_training.search, name="search")
 app.add_typer(cli_training.train, name="train")
 

@@ -162,6 +162,7 @@ def possible(fields) -> bool:
         ("forced_bos_token_id", "suppress_tokens"),
         ("remove_invalid_values", "eta_cutoff"),
         ("remove_invalid_values", "top_h"),
+        ("exponential_decay_length_penalty", "top_h"),  # NaN where the end of the text is impossible
     ]
     return not any(one in fields and other in fields for one, other in clashes)
 

@@ -1,0 +1,162 @@
+"""Self-written data: chats of the model's own, resumable, without repeats; and answers to given prompts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from draftwood import Decoder, Target
+from draftwood.core.errors import InvalidRequest
+from draftwood.training import synthesis
+from draftwood.training.data import read_documents
+from draftwood.training.synthesis import Writing, Written, synthesise
+from tests.conftest import llama_config, tiny_model
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    marks = ["<end>", "<user>", "<assistant>", "<system>", "?"]
+    words = [*marks, *(f"w{index}" for index in range(96 - len(marks)))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="?")
+    fast.add_special_tokens({"additional_special_tokens": marks[:4]})
+    fast.chat_template = template
+    return fast
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    model = tiny_model(llama_config(layers=1, heads=2))
+    model.generation_config.eos_token_id = 0
+    with torch.no_grad():
+        model.get_output_embeddings().weight[1:5] *= 0.0  # the marks are unlikely, as in a trained model
+    return Decoder(Target(model, chat_tokenizer()), rule="coupled")
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+SMALL = Writing(samples=48, user_tokens=60, answer_tokens=12, batch_size=4)
+
+
+def test_it_writes_chats_that_training_reads(decoder, tmp_path):
+    path = tmp_path / "own.jsonl"
+    seen = []
+    written = synthesise(decoder, path, SMALL, on_chunk=seen.append)
+    chats = lines(path)
+    assert written == seen[-1] and written.tried == 48 and len(seen) == 3
+    assert written.kept == len(chats) > 0 and written.kept + written.dropped + written.repeated == 48
+    assert all([message["role"] for message in chat["messages"]] == ["user", "assistant"] for chat in chats)
+    # Those that the limit cut say so.
+    lengths = [len(decoder.encode(chat["messages"][1]["content"])) for chat in chats]
+    assert any("unfinished" in chat for chat in chats)
+    assert all(length < 12 for chat, length in zip(chats, lengths, strict=True) if "unfinished" not in chat)
+    documents = read_documents(path, decoder.target.tokenizer)
+    assert len(documents) == len(chats) and any(any(document.learnt) for document in documents)
+
+
+def test_answers_are_the_targets_own(decoder, tmp_path):
+    """A greedy answer is what plain decoding says to that chat."""
+    path = tmp_path / "own.jsonl"
+    synthesise(decoder, path, Writing(samples=16, user_tokens=60, answer_tokens=12, batch_size=4, temperatures=(0.0,)))
+    for chat in lines(path)[:4]:
+        answer = decoder.generate(chat["messages"][:1], max_new_tokens=12)
+        assert answer.text == chat["messages"][1]["content"]
+
+
+def test_a_run_that_is_stopped_gives_the_same_file(decoder, tmp_path):
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    synthesise(decoder, whole, SMALL)
+
+    def stop(_: Written) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        synthesise(decoder, parts, SMALL, on_chunk=stop)
+    with open(parts, "ab") as file:
+        file.write(b'{"messages": [{"ro')  # as if killed while writing
+    written = synthesise(decoder, parts, SMALL)
+    assert parts.read_bytes() == whole.read_bytes() and written.tried == 48
+    assert synthesise(decoder, parts, SMALL) == written  # there is nothing left to do
+
+
+def test_another_seed_writes_other_texts(decoder, tmp_path):
+    one, many = tmp_path / "one.jsonl", tmp_path / "many.jsonl"
+    synthesise(decoder, one, Writing(samples=8, user_tokens=60, answer_tokens=12, batch_size=2))
+    synthesise(decoder, many, Writing(samples=8, user_tokens=60, answer_tokens=12, batch_size=2, seed=1))
+    assert one.read_bytes() != many.read_bytes()
+
+
+def test_users_do_not_say_the_same_twice(decoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(synthesis, "_seed", lambda seed, sample, stage: 7)  # every sample alike
+    path = tmp_path / "own.jsonl"
+    written = synthesise(decoder, path, Writing(samples=4, user_tokens=200, answer_tokens=4, batch_size=4, turns=1))
+    keys = [chat["messages"][0]["content"] for chat in lines(path)]
+    assert len(keys) == len(set(keys)) == written.kept
+
+
+def test_several_turns(decoder, tmp_path):
+    path = tmp_path / "own.jsonl"
+    synthesise(decoder, path, Writing(samples=24, turns=2, user_tokens=80, answer_tokens=80, batch_size=8))
+    roles = [[message["role"] for message in chat["messages"]] for chat in lines(path)]
+    assert ["user", "assistant"] * 2 in roles
+    cut = [chat for chat in lines(path) if len(chat["messages"]) == 2]
+    assert all(chat["unfinished"] for chat in cut)
+
+
+def test_given_prompts_are_answered_in_order(decoder, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    prompts = [[{"role": "user", "content": f"w{index}"}] for index in range(6)]
+    written = synthesise(decoder, path, Writing(samples=5, answer_tokens=8, batch_size=2), prompts=prompts)
+    said = [chat["messages"][0]["content"] for chat in lines(path)]
+    assert written.tried == 5 and written.kept == len(said)
+    assert said == sorted(said) and set(said) <= {f"w{index}" for index in range(5)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"samples": 0}, "samples must be"),
+        ({"turns": 0}, "turns must be"),
+        ({"temperatures": (-1.0,)}, "temperature must be >= 0, got -1.0"),
+        ({"temperatures": ()}, "at least one temperature"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+    ],
+)
+def test_settings_that_cannot_work(options, message):
+    with pytest.raises(InvalidRequest, match=message):
+        Writing(**{"samples": 1, **options})
+
+
+def test_files_that_cannot_be_gone_on_with(decoder, tmp_path):
+    stranger = tmp_path / "mine.jsonl"
+    stranger.write_text("precious\n")
+    with pytest.raises(InvalidRequest, match="exists and was not written here"):
+        synthesise(decoder, stranger, SMALL)
+    assert stranger.read_text() == "precious\n"
+    path = tmp_path / "own.jsonl"
+    few = Writing(samples=4, user_tokens=60, answer_tokens=4, batch_size=4)
+    synthesise(decoder, path, few)
+    with pytest.raises(InvalidRequest, match="begun with other settings: {'seed': 0}"):
+        synthesise(decoder, path, Writing(samples=4, user_tokens=60, answer_tokens=4, batch_size=4, seed=1))
+    (tmp_path / "own.jsonl.progress").write_text("{")
+    with pytest.raises(InvalidRequest, match="cannot be gone on with"):
+        synthesise(decoder, path, few)
+
+
+def test_it_needs_a_chat_template(decoder, tmp_path):
+    bare = Decoder(Target(decoder.target.model, chat_tokenizer(None)))
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        synthesise(bare, tmp_path / "own.jsonl", SMALL)
+    with pytest.raises(InvalidRequest, match="prompts is empty"):
+        synthesise(decoder, tmp_path / "own.jsonl", SMALL, prompts=[])
