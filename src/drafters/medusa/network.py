@@ -129,7 +129,7 @@ class MedusaHeads(nn.Module):
         count = self.config.heads if count is None else count
         flat = hidden.reshape(-1, hidden.shape[-1])
         if self.blocks:
-            flat = flat.to(self.blocks[0].weight.dtype)
+            flat = flat.to(next(self.blocks.parameters()).dtype)
         states = flat.expand(count, *flat.shape)
         for block in self.blocks:
             states = block(states)
@@ -202,5 +202,6 @@ def _check_tokens(tokens: Tensor, vocabulary: int) -> None:
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocabulary:
         raise InvalidRequest(f"draft_tokens must be ids from 0 to {vocabulary - 1}, got {low if low < 0 else high}")
-    if len(tokens.unique()) < len(tokens):
-        raise InvalidRequest(f"draft_tokens must be distinct, got {len(tokens)} ids of {len(tokens.unique())} tokens")
+    distinct = len(set(tokens.tolist()))
+    if distinct < len(tokens):
+        raise InvalidRequest(f"draft_tokens must be distinct, got {len(tokens)} ids of {distinct} tokens")
