@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftwood.core.errors import InvalidRequest
-from draftwood.training.data import Document, pack, read_documents
+from draftwood.training.data import Document, pack, read_documents, split
 from tests.study.tiny import tiny_tokenizer
 
 CHAT = [
@@ -87,6 +87,19 @@ def test_the_order_is_an_epochs_own_and_known_from_the_position():
     assert torch.equal(batch.index, whole[3:5]) and batch.learnt.all()
     other = pack([Document(list(range(20)), [True] * 19 + [False])], 2)
     assert packed.digest() == pack([Document(list(range(20)), [True] * 20)], 2).digest() != other.digest()
+
+
+def test_a_split_is_the_seeds():
+    packed = pack([Document(list(range(40)), [True] * 40)], 2)
+    rest, out = split(packed, 0.25, seed=3)
+    assert len(rest) == 15 and len(out) == 5
+    starts = [rest.tokens[:, 0].tolist(), out.tokens[:, 0].tolist()]
+    assert sorted(starts[0] + starts[1]) == list(range(0, 40, 2)) and all(part == sorted(part) for part in starts)
+    assert torch.equal(split(packed, 5, seed=3)[1].tokens, out.tokens)
+    assert not torch.equal(split(packed, 5, seed=4)[1].tokens, out.tokens)
+    for held in (0, 20, 0.01, 2.5, -1, True):
+        with pytest.raises(InvalidRequest, match="of 20 sequences 1 to 19 can be held out"):
+            split(packed, held)
 
 
 @pytest.mark.parametrize(

@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 
 from draftwood.core.errors import InvalidCheckpoint, InvalidRequest
-from draftwood.training.data import Batch, Document, Sequences, pack
-from draftwood.training.loop import Objective, Schedule, train
+from draftwood.training.loop import Objective, Schedule, held_out, train
+from tests.training.table import Table
+from tests.training.table import table_data as data
 
 SCHEDULE = Schedule(steps=4, batch_size=2, learning_rate=0.1, checkpoint_every=2)
-
-
-def data() -> Sequences:
-    """Sequences of length 4; the first token of a sequence is its number, and learnt tokens differ in number."""
-    documents = [Document([i, 1, 2, 3], [True, i % 2 == 0, i % 3 == 0, True]) for i in range(8)]
-    return pack(documents, 4)
-
-
-class Table(Objective):
-    """Logits of the next token from this one; `drawn` is whether noise is added."""
-
-    def __init__(self, drawn: bool = True) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.zeros(8, 8, dtype=torch.float64))
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.drawn = drawn
-        self.seen: list[Batch] = []
-
-    def forward(self, batch, step, generator):
-        self.seen.append(batch)
-        tokens, wanted = batch.tokens, batch.learnt[:, 1:]
-        noise = torch.rand((), generator=generator, dtype=torch.float64) * self.drawn
-        value = nn.functional.cross_entropy(self.table[tokens[:, :-1]][wanted], tokens[:, 1:][wanted])
-        return value + noise * self.table.square().sum(), {"noise": float(noise), "entropy": value.detach()}
 
 
 def trained(schedule: Schedule, directory=None, objective=None, **options):
@@ -124,6 +109,152 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
 
     with pytest.raises(InvalidRequest, match="gradient of step 1 is nan"):
         trained(SCHEDULE, tmp_path, objective=Broken())
+
+
+def test_evaluation_is_logged_when_due_and_at_the_end(tmp_path):
+    calls: list[float] = []
+
+    def evaluate():
+        calls.append(float(objective.table.detach().abs().sum()))
+        return {"size": calls[-1]}
+
+    objective = quiet()
+    trained(replace(SCHEDULE, steps=5, eval_every=2), tmp_path, objective=objective, evaluate=evaluate)
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert {line["step"]: line["evaluation"]["size"] for line in log if "evaluation" in line} == dict(
+        zip([2, 4, 5], calls, strict=True)
+    )
+    assert calls[0] != calls[1] != calls[2] == float(objective.table.detach().abs().sum())
+    # When to look and when to save change nothing that is learnt: the run may go on under others.
+    trained(replace(SCHEDULE, steps=5, eval_every=1, checkpoint_every=1), tmp_path, objective=quiet())
+
+
+def test_held_out_figures_are_means_over_all_learnt_tokens():
+    objective, every = quiet(), data().at(torch.arange(8))
+    with torch.no_grad():
+        objective.table.normal_(generator=torch.Generator().manual_seed(1))
+    expected, _ = objective(every, 0, torch.Generator())
+    assert held_out(objective, data(), 3)()["entropy"] == pytest.approx(expected.item())
+    noisy = held_out(Table(), data(), 3, seed=4)
+    assert noisy() == noisy()
+
+
+def test_the_log_counts_tokens_and_seconds(tmp_path):
+    def stop(entry):
+        if entry["step"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(replace(SCHEDULE, accumulate=3), tmp_path, on_step=stop)
+    trained(replace(SCHEDULE, accumulate=3), tmp_path)
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["tokens"] for line in log] == [24, 48, 72, 96]
+    order = data().order(0, 24, 0).view(4, 6)
+    assert [line["learnt"] for line in log] == data().learnt[order, 1:].sum((1, 2)).tolist()
+    seconds = [line["seconds"] for line in log]
+    assert seconds == sorted(seconds) and 0 < seconds[-1] < 20
+
+
+def test_parameters_may_have_rates_of_their_own():
+    class Two(Table):
+        def __init__(self):
+            super().__init__(drawn=False)
+            self.fast = nn.Parameter(torch.zeros(8, 8, dtype=torch.float64))
+
+        def rate(self, name):
+            return {"table": 1.0, "fast": 4.0}[name]
+
+        def forward(self, batch, step, generator):
+            value, figures = super().forward(batch, step, generator)
+            return value + self.fast.sum(), figures
+
+    # The first step of Adam is the rate, whatever the gradient is.
+    both = trained(replace(SCHEDULE, steps=1, clip=1e9), objective=Two())
+    assert both.table.abs().max().item() == pytest.approx(0.1, rel=1e-3)
+    assert both.fast.abs().max().item() == pytest.approx(0.4, rel=1e-3)
+
+
+def test_mixed_precision_is_the_accelerators():
+    seen: list[torch.dtype] = []
+
+    class Linear(Objective):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 8)
+
+        def forward(self, batch, step, generator):
+            logits = self.layer(nn.functional.one_hot(batch.tokens[:, :-1] % 4, 4).float())
+            seen.append(logits.dtype)
+            wanted = batch.learnt[:, 1:]
+            return nn.functional.cross_entropy(logits[wanted].float(), batch.tokens[:, 1:][wanted]), {}
+
+    AcceleratorState._reset_state(True)
+    try:
+        objective, lines = Linear(), []
+        mixed = Accelerator(cpu=True, mixed_precision="bf16")
+        train(objective, data(), replace(SCHEDULE, steps=20), accelerator=mixed, on_step=lines.append)
+        assert set(seen) == {torch.bfloat16} and objective.layer.weight.dtype == torch.float32
+        assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+        objective(data().at(torch.arange(2)), 0, torch.Generator())
+        assert seen[-1] == torch.float32  # nothing is left on the objective
+        accumulating = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+        with pytest.raises(InvalidRequest, match="accumulated by the schedule"):
+            train(objective, data(), SCHEDULE, accelerator=accumulating)
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+def test_tensorboard_is_asked_for_by_name(tmp_path, monkeypatch):
+    with pytest.raises(InvalidRequest, match="needs a directory"):
+        trained(SCHEDULE, tensorboard=True)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        trained(SCHEDULE, tmp_path, tensorboard=True)
+
+    written = []
+
+    class Writer:
+        def __init__(self, place, purge_step):
+            written.append((place, purge_step))
+
+        def add_scalar(self, name, value, step):
+            written.append((name, value, step))
+
+        def close(self):
+            written.append("closed")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    lines: list[dict] = []
+    trained(SCHEDULE, tmp_path, tensorboard=True, evaluate=lambda: {"top-1": 0.5}, on_step=lines.append)
+    assert written[0] == (str(tmp_path / "tensorboard"), 1) and written[-1] == "closed"
+    assert ("loss", lines[0]["loss"], 1) in written and ("evaluation/top-1", 0.5, 4) in written
+
+
+def test_a_killed_run_goes_on(tmp_path):
+    """SIGKILL from outside, wherever the process is: what is there can be gone on with and gives the same weights."""
+    schedule = replace(SCHEDULE, steps=300, checkpoint_every=1)
+    code = f"""
+import torch
+from pathlib import Path
+from draftwood.training.loop import Objective, Schedule, held_out, train
+from tests.training.table import Table, table_data
+torch.set_num_threads(1)
+train(Table(), table_data(), {schedule!r}, directory=Path({str(tmp_path / "killed")!r}))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    log = tmp_path / "killed" / "log.jsonl"
+    until = time.monotonic() + 60
+    while time.monotonic() < until and (not log.exists() or log.read_text().count("\n") < 20):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    done = log.read_text().count("\n")
+    assert 20 <= done < 300
+    steps: list[int] = []
+    killed = trained(schedule, tmp_path / "killed", on_step=lambda entry: steps.append(entry["step"]))
+    assert steps == list(range(steps[0], 301)) and done - 1 <= steps[0] - 1 <= done
+    assert torch.equal(killed.table, trained(schedule).table)
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == list(range(1, 301))
 
 
 def test_nothing_to_train():
