@@ -19,6 +19,7 @@ from . import cli_study, cli_synthesis, cli_training
 from .cli_common import Commands, Device, DType, JsonFlag, Model, out, print_json, remark
 from .core.errors import InvalidRequest
 from .core.registry import Catalog
+from .core.request import split_settings
 from .decoder import Decoder, StreamStep
 from .plugins import load_registry
 from .study.spec import DrafterSpec, nest, parse_option
@@ -102,7 +103,9 @@ def generate(
     named = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "stop_strings": stop or None}
     settings = _settings(named, setting or [])
     registry = load_registry()
-    registry.create_drafter(spec.name, spec.options)  # a typing error should not wait for the model
+    # A typing error should not wait for the model.
+    split_settings(settings)
+    registry.create_drafter(spec.name, spec.options)
     if rule != "auto":
         registry.create_rule(rule)
     decoder = Decoder(

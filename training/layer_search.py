@@ -20,10 +20,11 @@ import torch
 from draftwood.core.cache import SlotCache
 from draftwood.core.drafter import Drafter
 from draftwood.core.errors import InvalidRequest
+from draftwood.core.request import Prompt
 from draftwood.core.target import Target
 from draftwood.core.tree import TokenTree
 from draftwood.core.views import layer_view, weights_read
-from draftwood.decoder import Decoder, Prompt
+from draftwood.decoder import Decoder
 from draftwood.drafters import early_exit, layer_skip
 from draftwood.drafters.early_exit import EarlyExit
 from draftwood.drafters.layer_choice import save_choice

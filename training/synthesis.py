@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from draftwood import Decoder, Generation
 from draftwood.core.checks import whole_number
 from draftwood.core.errors import InvalidRequest
-from draftwood.decoder import Prompt
+from draftwood.core.request import Prompt
 
 Chat = list[dict[str, str]]
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"

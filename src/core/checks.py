@@ -1,4 +1,4 @@
-"""Checks of the numbers that drafters and rules take as options. They know no option by name."""
+"""Checks of the numbers and switches that drafters and rules take as options. They know no option by name."""
 
 from __future__ import annotations
 
@@ -41,3 +41,14 @@ def real_number(name: str, value: object, low: float, high: float, *, ends: str 
     if not number or not low <= value <= high or (ends == "[)" and value == high):  # type: ignore[operator]
         raise InvalidRequest(f"{name} must be a number in {ends[0]}{low:g}, {high:g}{ends[1]}, got {value!r}")
     return float(value)  # type: ignore[arg-type]
+
+
+def switch(name: str, value: object) -> bool:
+    """Returns `value`, which must be True or False: any text, "false" among them, would count as true.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be True or False, got {value!r}")
+    return value

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..core.checks import whole_number
+from ..core.checks import switch, whole_number
 from ..core.drafter import Drafter, DraftSession, Observation
 from ..core.errors import InvalidRequest
 from ..core.proposal import Proposal
@@ -57,7 +57,7 @@ class Lookahead(Drafter):
                 f"without a pool (guesses=None) the window must stay and seed_from_prompt has no effect, "
                 f"got window={window} and seed_from_prompt={seed_from_prompt}"
             )
-        self.seed_from_prompt = seed_from_prompt
+        self.seed_from_prompt = switch("seed_from_prompt", seed_from_prompt)
 
     def session(self, state: DecodeState) -> DraftSession:
         """Returns the session that keeps a window and a pool for each row."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.cache import SlotCache
-from ..core.checks import real_number
+from ..core.checks import real_number, switch
 from ..core.drafter import Drafter, DraftSession, FeatureName, Observation
 from ..core.proposal import ExitStates, Proposal
 from ..core.state import DecodeState
@@ -64,7 +64,7 @@ class ViewDrafter(Drafter):
             gamma = DEFAULT_GAMMA
         self.shape = parse_shape(tree, gamma, nodes, width)
         self.threshold = real_number("threshold", threshold, 0.0, 1.0, ends="[)")
-        self.adaptive = adaptive and self.threshold > 0.0
+        self.adaptive = switch("adaptive", adaptive) and self.threshold > 0.0
 
     def session(self, state: DecodeState) -> DraftSession:
         """Returns the session that drafts on the cache of the call."""

@@ -181,7 +181,7 @@ def _check_plugins(registry: Registry, specs: Iterable[DrafterSpec], kinds: Iter
 def _check_counts(counts: Iterable[tuple[str, Any]]) -> None:
     for name, value in counts:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidRequest(f"{name} must be an integer >= 1, got {value!r}")
+            raise InvalidRequest(f"{name} must be a whole number >= 1, got {value!r}")
 
 
 def _listed(name: str, values: Any) -> list[Any]:

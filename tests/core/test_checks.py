@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from draftwood.core.checks import real_number, whole_number
+from draftwood.core.checks import real_number, switch, whole_number
 from draftwood.core.errors import InvalidRequest
 
 
@@ -45,3 +45,10 @@ def test_an_open_end():
     assert real_number("threshold", 0.999, 0.0, 1.0, ends="[)") == 0.999
     with pytest.raises(InvalidRequest, match=r"threshold must be a number in \[0, 1\), got 1"):
         real_number("threshold", 1, 0.0, 1.0, ends="[)")
+
+
+def test_switches():
+    assert switch("adaptive", True) is True and switch("adaptive", False) is False
+    for value in ("false", 0, 1, None):
+        with pytest.raises(InvalidRequest, match=f"adaptive must be True or False, got {value!r}"):
+            switch("adaptive", value)
