@@ -25,8 +25,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "exactness.md"
 
 def passed(*arguments: str, fuzz: int = 0) -> tuple[int, int]:
     """Runs tests, with `fuzz` cases where they count them, and returns how many passed of how many."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    environment = {**os.environ, "DRAFTWOOD_FUZZ": str(fuzz)}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "DRAFTWOOD_FUZZ": str(fuzz), "OMP_NUM_THREADS": "1"}
     output = subprocess.run(command, capture_output=True, text=True, check=False, env=environment).stdout
     words = output.split()
     count = {

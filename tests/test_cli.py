@@ -282,7 +282,8 @@ def test_errors_of_several_lines_become_one(monkeypatch):
 
 def test_help_names_every_command():
     text = good("--help").stdout
-    assert all(command in text for command in ("drafters", "generate", "compare", "report", "verify", "theory", "synthesise"))
+    commands = ("drafters", "generate", "compare", "report", "verify", "theory", "synthesise")
+    assert all(command in text for command in commands)
 
 
 def test_an_interrupted_study_exits_130_and_goes_on(tiny, tmp_path):

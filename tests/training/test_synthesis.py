@@ -147,7 +147,7 @@ def test_files_that_cannot_be_gone_on_with(decoder, tmp_path):
     path = tmp_path / "own.jsonl"
     few = Writing(samples=4, user_tokens=60, answer_tokens=4, batch_size=4)
     synthesise(decoder, path, few)
-    with pytest.raises(InvalidRequest, match="begun with other settings: {'seed': 0}"):
+    with pytest.raises(InvalidRequest, match=r"begun with other settings: \{'seed': 0\}"):
         synthesise(decoder, path, Writing(samples=4, user_tokens=60, answer_tokens=4, batch_size=4, seed=1))
     (tmp_path / "own.jsonl.progress").write_text("{")
     with pytest.raises(InvalidRequest, match="cannot be gone on with"):
