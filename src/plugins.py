@@ -26,6 +26,8 @@ class BuiltIn:
         add("none", f"{home}.none:NoDrafter", summary="drafts nothing: plain decoding, the baseline")
         add("prompt-lookup", f"{home}.prompt_lookup:PromptLookup", summary="what followed the last words before")
         add("draft-model", f"{home}.draft_model:DraftModel", summary="a smaller model of the same vocabulary")
+        add("eagle", f"{home}.eagle.drafter:Eagle", summary="a head that drafts from the target's hidden states")
+        add("eagle3", f"{home}.eagle.drafter:Eagle", summary="another name of eagle; the checkpoint tells which it is")
         add("lookahead", f"{home}.lookahead:Lookahead", summary="n-grams from a window of parallel guesses")
         add("layer-skip", f"{home}.layer_skip:LayerSkip", summary="the target without some of its sub-layers")
         add("early-exit", f"{home}.early_exit:EarlyExit", summary="the target's first layers; the others verify")
