@@ -11,7 +11,6 @@ time of one forward. Dropped blocks are computed and then ignored, so that dropp
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 import os
 import shutil
@@ -29,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftwood.core.anatomy import find_blocks, find_decoder
 from draftwood.core.errors import InvalidRequest, UnsupportedModel
 
-from .checkpoint import LOG
+from .checkpoint import LOG, fingerprint
 from .data import Batch, Sequences
 from .loop import Figures, Objective, Schedule, train
 
@@ -190,15 +189,6 @@ class _EarlyExits(Objective):
 def _blocks(model: PreTrainedModel) -> nn.ModuleList:
     config = model.config.get_text_config(decoder=True)
     return find_blocks(find_decoder(model), getattr(config, "num_hidden_layers", 0))
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """A digest of a part of every weight, and of its type: enough to tell that a run began with another model."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        start = parameter.detach().flatten()[:256].cpu().contiguous().view(torch.uint8)
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode() + start.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _draw(rates: Sequence[float], rows: int, generator: torch.Generator) -> Tensor:
