@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from . import cli_distil
 from .cli_common import Device, DType, JsonFlag, Model, out, print_json, remark
 from .cli_study import ChatFlag, Limit, Prompts, Seed, load_target
 from .cli_study import _progress as progress_bar
@@ -22,6 +23,7 @@ from .study.prompts import StudyPrompt, load_prompts
 
 search = typer.Typer(no_args_is_help=True, help="Find the layers that a target can spare while it drafts.")
 train = typer.Typer(no_args_is_help=True, help="Train for one target what drafts for it.")
+train.command("draft-model")(cli_distil.draft_model)
 
 
 class Curriculum(StrEnum):
