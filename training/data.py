@@ -1,16 +1,19 @@
 """Texts and conversations as token sequences of one length, and which of their tokens are learnt.
 
-A `.jsonl` file holds an object a line: `{"text": "..."}`, or `{"messages": [{"role": "user", "content": "..."}, ...]}`,
-which the tokenizer's chat template renders and of which only what the assistant says is learnt. Any other file is
-plain text, of which empty lines separate one document from the next. This module knows no model and no loss.
+A source is a file or a data set of the `datasets` library: `.jsonl`, an object a line; `.parquet`, a row each; any
+other file, plain text, of which empty lines separate one document from the next; or
+`dataset:NAME,split=train,name=CONFIG`, with the options of `load_dataset`. An object or row holds `text`, or
+`messages` (or `conversations`), a list of `{"role": "user", "content": "..."}` (or of `{"from": "human", "value":
+"..."}`), which the tokenizer's chat template renders and of which only what the assistant says is learnt. With
+`column=` another column of a data set is read. This module knows no model and no loss.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +22,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from draftwood.core.checks import whole_number
 from draftwood.core.errors import InvalidRequest
+from draftwood.study.spec import parse_spec
+
+from .chat import Message, encode_chat
+
+COLUMNS = ("messages", "conversations", "text")
+ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 
 
 class Document(NamedTuple):
@@ -54,10 +64,12 @@ class Sequences:
     Attributes:
         tokens: [sequences, length] int64.
         learnt: [sequences, length] bool; every sequence has a learnt token behind its first one.
+        cut: tokens of the documents that are in no sequence.
     """
 
     tokens: Tensor
     learnt: Tensor
+    cut: int = 0
     _orders: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
@@ -96,27 +108,61 @@ class Sequences:
         return self._orders[epoch, seed]
 
 
-def read_documents(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
-    """Reads and tokenizes a file, in its own order; plain texts end with the end-of-text token, if there is one.
+def read_documents(
+    source: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limit_tokens: int | None = None,
+    on_skip: Callable[[InvalidRequest], None] | None = None,
+) -> list[Document]:
+    """Returns what `stream_documents` yields, as a list."""
+    return list(stream_documents(source, tokenizer, limit_tokens=limit_tokens, on_skip=on_skip))
+
+
+def stream_documents(
+    source: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limit_tokens: int | None = None,
+    on_skip: Callable[[InvalidRequest], None] | None = None,
+) -> Iterator[Document]:
+    """Reads and tokenizes a source, in its own order; plain texts end with the end-of-text token, if there is one.
+
+    Args:
+        source: as this module describes it.
+        tokenizer: the target's.
+        limit_tokens: stops after as many, in the middle of a document if need be; a data set is then not downloaded but
+            streamed. None reads everything.
+        on_skip: told why a row is left out which cannot be used (no assistant turn, a conversation that the template
+            does not take). None makes the first such row an error.
 
     Raises:
-        InvalidRequest: the file cannot be read, is malformed or holds nothing.
+        InvalidRequest: the source cannot be read, is malformed or holds nothing.
     """
-    path = Path(path).expanduser()
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"cannot read training data from {str(path)!r}: {error}") from error
-    if path.suffix == ".jsonl":
-        documents = [_from_line(f"{path}, line {number}", line, tokenizer) for number, line in _lines(content)]
-    else:
-        documents = [_text(part.strip("\n"), tokenizer) for part in re.split(r"\n\s*\n", content) if part.strip()]
-    if not documents:
-        raise InvalidRequest(f"{str(path)!r} holds no training data; at least one text is needed")
-    return documents
+    if limit_tokens is not None:
+        whole_number("limit_tokens", limit_tokens)
+    total, skipped = 0, None
+    for place, row in _rows(source, streaming=limit_tokens is not None):
+        try:
+            documents = _documents(row, tokenizer)
+        except InvalidRequest as error:
+            skipped = InvalidRequest(f"{place}: {error}")
+            if on_skip is None:
+                raise skipped from error
+            on_skip(skipped)
+            continue
+        for document in documents:
+            room = len(document.tokens) if limit_tokens is None else limit_tokens - total
+            yield Document(document.tokens[:room], document.learnt[:room])
+            total += min(len(document.tokens), room)
+            if total == limit_tokens:
+                return
+    if not total:
+        why = f"; the last row that was left out: {skipped}" if skipped else "; at least one text is needed"
+        raise InvalidRequest(f"{str(source)!r} holds no training data{why}")
 
 
-def pack(documents: Iterable[Document], length: int) -> Sequences:
+def pack(documents: Iterable[Document], length: int, *, whole: bool = False) -> Sequences:
     """Joins documents and cuts them into sequences of `length` tokens.
 
     Documents that share a sequence see each other; padding behind the last one is never learnt, and sequences in which
@@ -125,45 +171,71 @@ def pack(documents: Iterable[Document], length: int) -> Sequences:
     Args:
         documents: in the order in which they are joined.
         length: at least 2, since the first token of a sequence has nothing before it.
+        whole: every document is in one sequence, with its beginning; longer ones are cut at `length`, and what comes
+            behind is counted (see `Sequences.cut`), as are documents of which nothing is learnt. If False, a document
+            goes on in the next sequence, without what came before.
 
     Raises:
         InvalidRequest: the length is too small, or nothing is learnt anywhere.
     """
     if length < 2:
         raise InvalidRequest(f"sequences need a length >= 2, got {length}")
-    tokens = [token for document in documents for token in document.tokens]
-    learnt = [flag for document in documents for flag in document.learnt]
-    padding = -len(tokens) % length
-    ids = torch.tensor(tokens + [0] * padding, dtype=torch.int64).view(-1, length)
-    flags = torch.tensor(learnt + [False] * padding, dtype=torch.bool).view(-1, length)
-    useful = flags[:, 1:].any(1)
+    read = used = 0
+    ids, kinds = [], []
+    for tokens, learnt in documents:
+        read += len(tokens)
+        if whole:
+            tokens, learnt = tokens[:length], [False, *learnt[1:length]]
+            if not any(learnt):
+                continue
+            room = -used % length
+            if len(tokens) > room:
+                ids.append(torch.zeros(room, dtype=torch.int64))
+                kinds.append(torch.full((room,), _PADDING, dtype=torch.int8))
+                used += room
+        ids.append(torch.tensor(tokens, dtype=torch.int64))
+        kinds.append(torch.tensor([_LEARNT if flag else _READ for flag in learnt], dtype=torch.int8))
+        used += len(tokens)
+    padding = -used % length
+    ids.append(torch.zeros(padding, dtype=torch.int64))
+    kinds.append(torch.full((padding,), _PADDING, dtype=torch.int8))
+    sequences, kind = torch.cat(ids).view(-1, length), torch.cat(kinds).view(-1, length)
+    useful = (kind[:, 1:] == _LEARNT).any(1)
     if not useful.any():
-        raise InvalidRequest(f"{len(tokens)} tokens of training data, none of which is to be learnt; give longer texts")
-    return Sequences(ids[useful], flags[useful])
+        raise InvalidRequest(f"{read} tokens of training data, none of which is to be learnt; give longer texts")
+    kind = kind[useful]
+    return Sequences(sequences[useful], kind == _LEARNT, read - int((kind != _PADDING).sum()))
 
 
-def _lines(content: str) -> Iterator[tuple[int, str]]:
-    # Not splitlines(), which also splits at separators that JSON allows inside a string.
-    return ((number, line) for number, line in enumerate(content.split("\n"), start=1) if line.strip())
+_PADDING, _READ, _LEARNT = range(3)  # what a place in a sequence is
 
 
-def _from_line(place: str, line: str, tokenizer: PreTrainedTokenizerBase) -> Document:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise InvalidRequest(f"{place}: not valid JSON: {error}") from error
-    text, messages = (entry.get("text"), entry.get("messages")) if isinstance(entry, dict) else (None, None)
-    if isinstance(text, str) and text:
-        return _text(text, tokenizer)
-    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
-        return _chat(place, messages, tokenizer)
-    raise InvalidRequest(
-        f"{place}: needs an object with 'text', or with 'messages', a list of {{'role', 'content'}}, got {line[:60]!r}"
-    )
+def _documents(row: Any, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
+    """Tokenizes a row: a text, a list of messages, or an object with either under one of the known names."""
+    content, unfinished = row, False
+    if isinstance(row, Mapping):
+        content = next((row[name] for name in COLUMNS if row.get(name)), None)
+        unfinished = bool(row.get("unfinished"))
+    if isinstance(content, str) and content:
+        return [_text(content, tokenizer)]
+    messages = [_message(one) for one in content] if isinstance(content, list) and content else [None]
+    if None in messages:
+        raise InvalidRequest(
+            "needs an object with 'text', or with 'messages' or 'conversations', a list of {'role', 'content'}, got "
+            f"{str(row)[:60]!r}"
+        )
+    pieces = encode_chat([one for one in messages if one is not None], tokenizer, unfinished=unfinished)
+    return [Document(*piece) for piece in pieces]
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+def _message(entry: Any) -> Message | None:
+    """Reads a message of either notation; None where it is none."""
+    if not isinstance(entry, Mapping):
+        return None
+    role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
+    if not isinstance(role, str) or not isinstance(content, str):
+        return None
+    return {"role": ROLES.get(role, role), "content": content}
 
 
 def _text(text: str, tokenizer: PreTrainedTokenizerBase) -> Document:
@@ -174,32 +246,58 @@ def _text(text: str, tokenizer: PreTrainedTokenizerBase) -> Document:
     return Document(ids, [True] * len(ids))
 
 
-def _chat(place: str, messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase) -> Document:
-    """Learns the assistant's words, and how its turns end, but not how they begin."""
-    if not getattr(tokenizer, "chat_template", None):
-        raise InvalidRequest(f"{place}: the tokenizer has no chat template for 'messages'; give 'text' instead")
-    if not tokenizer.is_fast:
-        raise InvalidRequest(f"{place}: {type(tokenizer).__name__} cannot tell which tokens are whose; give 'text'")
+def _rows(source: str | Path, *, streaming: bool) -> Iterator[tuple[str, Any]]:
+    """Yields each row of a source with the place where it stands."""
+    if str(source).startswith("dataset:"):
+        yield from _dataset(*parse_spec(str(source).removeprefix("dataset:").replace(",", ":", 1)), streaming)
+        return
+    path = Path(source).expanduser()
+    if path.suffix == ".parquet":
+        # Streamed, so that no copy is made in the library's cache.
+        yield from _dataset("parquet", {"data_files": str(path)}, True)
+        return
+    try:
+        with open(path, encoding="utf-8") as lines:
+            yield from _json_lines(path, lines) if path.suffix == ".jsonl" else _paragraphs(path, lines)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read training data from {str(path)!r}: {error}") from error
 
-    def render(count: int, prompt: bool) -> str:
-        chat = [dict(message) for message in messages[:count]]
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt))
 
-    whole = render(len(messages), False)
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before, after = render(index, True), render(index + 1, False)
-            if not (whole.startswith(after) and after.startswith(before)):
+def _json_lines(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            place = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InvalidRequest(f"{place}: not valid JSON: {error}") from error
+            yield place, row
+
+
+def _paragraphs(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    numbered = enumerate(lines, start=1)
+    for blank, group in itertools.groupby(numbered, key=lambda one: not one[1].strip()):
+        if not blank:
+            (number, first), *rest = group
+            yield f"{path}, line {number}", "".join([first, *(line for _, line in rest)]).strip("\n")
+
+
+def _dataset(name: str, options: dict[str, Any], streaming: bool) -> Iterator[tuple[str, Any]]:
+    from datasets import load_dataset
+
+    column = options.pop("column", None)
+    try:
+        rows = load_dataset(name, **{"split": "train", "streaming": streaming} | options)
+        for index, row in enumerate(rows):
+            if column is not None and column not in row:
                 raise InvalidRequest(
-                    f"{place}: the chat template writes message {index + 1} differently when others follow it, so that "
-                    "its tokens cannot be told; give a line for each answer, or 'text'"
+                    f"data set {name!r} has the columns {list(row)}, not {column!r}; give another column="
                 )
-            spans.append((len(before), len(after)))
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-    offsets: list[tuple[int, int]] = encoded["offset_mapping"]
-    learnt = [any(start <= begin < stop for start, stop in spans) for begin, _ in offsets]
-    return Document(list(encoded.input_ids), learnt)
+            yield f"data set {name!r}, row {index}", row if column is None else row[column]
+    except InvalidRequest:
+        raise
+    except Exception as error:  # whatever a data set's own code or the network raises
+        raise InvalidRequest(f"cannot read the data set {name!r}: {type(error).__name__}: {error}") from error
 
 
 def mixed_seed(*parts: int) -> int:

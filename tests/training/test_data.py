@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 
@@ -53,13 +54,61 @@ def test_only_what_the_assistant_says_is_learnt(tmp_path):
     assert learnt_text(tokenizer, chat) == expected
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+def test_limits_and_rows_left_out(tmp_path):
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
-    with pytest.raises(InvalidRequest, match="line 1: the chat template writes message 2 differently"):
-        read_documents(write(tmp_path, {"messages": CHAT}), tokenizer)
-    with pytest.raises(InvalidRequest, match="no chat template"):
-        read_documents(write(tmp_path, {"messages": CHAT}), tiny_tokenizer(chat=False))
+    file = write(tmp_path, {"text": "abc"}, {"messages": CHAT[:1]}, {"text": "defg"}, {"text": "hi"})
+    with pytest.raises(InvalidRequest, match="line 2: no assistant turn"):
+        read_documents(file, tokenizer)
+    skipped: list[InvalidRequest] = []
+    documents = read_documents(file, tokenizer, on_skip=skipped.append)
+    assert [tokenizer.decode(one.tokens) for one in documents] == ["abc</s>", "defg</s>", "hi</s>"]
+    assert len(skipped) == 1 and "line 2: no assistant turn" in str(skipped[0])
+    for limit, expected in (
+        (1, ["a"]),
+        (4, ["abc</s>"]),
+        (7, ["abc</s>", "def"]),
+        (99, ["abc</s>", "defg</s>", "hi</s>"]),
+    ):
+        documents = read_documents(file, tokenizer, limit_tokens=limit, on_skip=skipped.append)
+        assert [tokenizer.decode(one.tokens) for one in documents] == expected
+        assert all(len(one.tokens) == len(one.learnt) for one in documents)
+    with pytest.raises(InvalidRequest, match="limit_tokens must be a whole number >= 1"):
+        read_documents(file, tokenizer, limit_tokens=0)
+    nothing = write(tmp_path, {"messages": CHAT[:1]})
+    with pytest.raises(InvalidRequest, match=r"holds no training data; the last row .* line 1: no assistant turn"):
+        read_documents(nothing, tokenizer, on_skip=skipped.append)
+
+
+def test_a_big_file_is_not_read_past_the_limit(tmp_path):
+    tokenizer = tiny_tokenizer()
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "abc"}\n' * 3 + "this is no JSON")
+    assert len(read_documents(file, tokenizer, limit_tokens=12)) == 3
+    with pytest.raises(InvalidRequest, match="line 4: not valid JSON"):
+        read_documents(file, tokenizer, limit_tokens=13)
+
+
+def test_parquet_and_data_sets_are_read_like_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    tokenizer = tiny_tokenizer()
+    shared = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes."}]
+    rows = {"conversations": [shared, shared], "answer": ["ab", "cd"]}
+    file = tmp_path / "data.parquet"
+    datasets.Dataset.from_dict(rows).to_parquet(file)
+    expected = read_documents(write(tmp_path, {"messages": CHAT[:2]}, {"messages": CHAT[:2]}), tokenizer)
+    assert read_documents(file, tokenizer) == expected
+    for limit in (None, 10_000):  # downloaded, streamed
+        source = f"dataset:parquet,data_files={file},split=train"
+        assert read_documents(source, tokenizer, limit_tokens=limit) == expected
+    texts = read_documents(source + ",column=answer", tokenizer)
+    assert [tokenizer.decode(one.tokens) for one in texts] == ["ab</s>", "cd</s>"]
+    with pytest.raises(InvalidRequest, match=r"has the columns \['conversations', 'answer'\], not 'question'"):
+        read_documents(source + ",column=question", tokenizer)
+    with pytest.raises(InvalidRequest, match="cannot read the data set 'parquet'"):
+        read_documents(tmp_path / "nowhere.parquet", tokenizer)
+    file.write_bytes(b"PAR1")
+    with pytest.raises(InvalidRequest, match="cannot read the data set 'parquet'"):
+        read_documents(file, tokenizer)
 
 
 def test_packing():
@@ -71,6 +120,25 @@ def test_packing():
     packed = pack([Document([1, 2, 3, 4, 5], [True, True, True, False, True])], 2)
     assert packed.tokens.tolist() == [[1, 2]]
     assert pack([Document([1, 2, 3], [True] * 3)], 8).tokens.tolist() == [[1, 2, 3, 0, 0, 0, 0, 0]]
+
+
+def test_whole_documents_are_cut_and_counted():
+    documents = [
+        Document([1, 2, 3], [True] * 3),
+        Document([4, 5], [True] * 2),  # no room beside the first one
+        Document([6, 7], [True, True]),
+        Document([8, 9], [True, False]),  # nothing is learnt behind its first token
+        Document([10, 11, 12, 13, 14, 15], [False, True, True, True, True, True]),
+    ]
+    packed = pack(documents, 4, whole=True)
+    assert packed.tokens.tolist() == [[1, 2, 3, 0], [4, 5, 6, 7], [10, 11, 12, 13]]
+    assert packed.learnt.tolist() == [
+        [False, True, True, False], [False, True, False, True], [False, True, True, True],
+    ]  # fmt: skip
+    assert packed.cut == 2 + 2  # the one of which nothing is learnt, and what is behind the limit
+    assert pack(documents, 6, whole=True).cut == 2
+    assert pack(documents, 4).cut == 0
+    assert pack([*documents, Document([1] * 9, [False] * 9)], 4).cut == 8  # the last two sequences
 
 
 def test_the_order_is_an_epochs_own_and_known_from_the_position():
