@@ -28,6 +28,7 @@ class BuiltIn:
         add("draft-model", f"{home}.draft_model:DraftModel", summary="a smaller model of the same vocabulary")
         add("eagle", f"{home}.eagle.drafter:Eagle", summary="a head that drafts from the target's hidden states")
         add("eagle3", f"{home}.eagle.drafter:Eagle", summary="another name of eagle; the checkpoint tells which it is")
+        add("medusa", f"{home}.medusa.drafter:Medusa", summary="trained heads that guess several tokens ahead")
         add("lookahead", f"{home}.lookahead:Lookahead", summary="n-grams from a window of parallel guesses")
         add("layer-skip", f"{home}.layer_skip:LayerSkip", summary="the target without some of its sub-layers")
         add("early-exit", f"{home}.early_exit:EarlyExit", summary="the target's first layers; the others verify")

@@ -7,6 +7,7 @@ neither tokens nor networks; a tree is fixed before anything is drafted.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,7 +111,17 @@ class StaticTree:
         """The nodes of each level."""
         depths = [len(path) for path in self.paths]
         starts = [depths.index(depth) for depth in range(1, self.depth + 1)]
-        return tuple(range(*ends) for ends in zip(starts, [*starts[1:], len(depths)], strict=True))
+        return tuple(range(*ends) for ends in itertools.pairwise([*starts, len(depths)]))
+
+    @cached_property
+    def contexts(self) -> tuple[tuple[int, ...], ...]:
+        """For each level the nodes of the level before (-1 before the first) that have children there."""
+        return tuple(tuple(dict.fromkeys(self.parents[node] for node in level)) for level in self.levels)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """For each level how many guesses of its head are looked at, siblings that are left out among them."""
+        return tuple(1 + max(self.ranks[node] for node in level) for level in self.levels)
 
     @property
     def depth(self) -> int:
@@ -123,15 +134,16 @@ class StaticTree:
         return StaticTree(self.parents[:size], self.ranks[:size])
 
 
-def published_tree(name: str, nodes: int | None = None) -> StaticTree:
-    """Returns a tree of the Medusa authors; with a budget the best nodes of it.
+def published_tree(name: str, nodes: int | None = None, depth: int | None = None) -> StaticTree:
+    """Returns a tree of the Medusa authors, or the best `nodes` nodes of its first `depth` levels.
 
     Raises:
         InvalidRequest: no such tree.
     """
     if name not in PUBLISHED:
         raise InvalidRequest(f"no published tree {name!r}; known: {', '.join(PUBLISHED)}")
-    return StaticTree.from_paths(([int(rank) for rank in path] for path in PUBLISHED[name].split()), nodes)
+    paths = ([int(rank) for rank in path] for path in PUBLISHED[name].split() if depth is None or len(path) <= depth)
+    return StaticTree.from_paths(paths, nodes)
 
 
 def expected_tau(tree: StaticTree, accuracies: Accuracies) -> float:

@@ -36,6 +36,10 @@ def test_a_tree_holds_its_paths_and_what_leads_to_them(paths, nodes):
         assert path[:-1] == (() if parent == ROOT else tree.paths[parent])
     assert [node for level in tree.levels for node in level] == list(range(len(tree.paths)))
     assert all(len(tree.paths[node]) == depth for depth, level in enumerate(tree.levels, 1) for node in level)
+    for level, contexts, width in zip(tree.levels, tree.contexts, tree.widths, strict=True):
+        assert list(contexts) == sorted({tree.parents[node] for node in level})
+        assert width == max(tree.ranks[node] for node in level) + 1
+    assert tree.cut(0).levels == tree.cut(0).contexts == tree.cut(0).widths == ()
     for depth in range(tree.depth + 2):
         assert tree.cut(depth).paths == tuple(path for path in tree.paths if len(path) <= depth)
         assert tree.cut(depth).depth == min(depth, tree.depth)
