@@ -195,14 +195,14 @@ class Registry:
         drafters: the drafters.
         rules: the acceptance rules.
         broken: plugins that failed to load, with their errors.
-        merger: makes one drafter of several, for names joined by `+`.
+        merger: makes one drafter of a list of several and a `budget` of nodes, for names joined by `+`.
     """
 
     def __init__(self) -> None:
         self.broken: dict[str, str] = {}
         self.drafters: Catalog[Drafter] = Catalog("drafter", ("features", "bind", "session"), self.broken)
         self.rules: Catalog[Rule] = Catalog("rule", ("lossless", "drafts", "samples", "verify"), self.broken)
-        self.merger: Callable[[list[Drafter]], Drafter] | None = None
+        self.merger: Callable[..., Drafter] | None = None
 
     def register(self, plugin: object, name: str) -> None:
         """Runs the hooks of one plugin; `name` is what messages call it.
@@ -230,7 +230,8 @@ class Registry:
 
         Args:
             name: "eagle", or "eagle+prompt-lookup".
-            options: its keyword arguments; of a merged drafter by part: {"eagle": {...}, "prompt-lookup": {...}}.
+            options: its keyword arguments; of a merged drafter by part: {"eagle": {...}, "prompt-lookup": {...}}, and
+                `budget`, most nodes of the merged tree.
 
         Raises:
             UnknownName: no such drafter.
@@ -238,7 +239,8 @@ class Registry:
         """
         if "+" not in name:
             return self.drafters.create(name, options)
-        parts, options = name.split("+"), options or {}
+        parts, options = name.split("+"), dict(options or {})
+        budget = options.pop("budget", None)
         if len(set(parts)) < len(parts):
             raise InvalidRequest(f"a merged drafter must have different parts, got {name!r}")
         for part in parts:
@@ -246,12 +248,12 @@ class Registry:
         for part, part_options in options.items():
             if part not in parts or not isinstance(part_options, Mapping):
                 raise InvalidRequest(
-                    f"options of {name!r} must be given by part, like {{{parts[0]!r}: {{'option': value}}}},"
+                    f"options of {name!r} must be given by part, like {{{parts[0]!r}: {{'option': value}}}}, except budget;"
                     f" got {part!r}: {part_options!r}"
                 )
         if self.merger is None:
             raise InvalidRequest(f"this registry cannot merge drafters ({name!r}): its merger is None")
-        return self.merger([self.drafters.create(part, options.get(part)) for part in parts])
+        return self.merger([self.drafters.create(part, options.get(part)) for part in parts], budget=budget)
 
     def create_rule(self, name: str, options: Mapping[str, Any] | None = None) -> Rule:
         """Makes an acceptance rule by name.

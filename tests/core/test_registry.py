@@ -274,8 +274,15 @@ def test_dotted_factories_that_cannot_be_imported(registry: Registry, factory: s
 
 
 class Bundle(Drafter):
-    def __init__(self, parts: list[Drafter]) -> None:
-        self.parts = parts
+    def __init__(self, parts: list[Drafter], *, budget: int | None) -> None:
+        self.parts, self.budget = parts, budget
+
+
+def test_a_merged_tree_can_have_a_budget(registry: Registry) -> None:
+    registry.merger = Bundle
+    options = {"budget": 12, "twig": {"root": "elm"}}
+    bundle = registry.create_drafter("plain+twig", options)
+    assert isinstance(bundle, Bundle) and bundle.budget == 12 and options["budget"] == 12
 
 
 def test_names_joined_by_plus_are_merged_in_order(registry: Registry) -> None:
@@ -290,7 +297,7 @@ def test_names_joined_by_plus_are_merged_in_order(registry: Registry) -> None:
     ("name", "options", "message"),
     [
         ("plain+plain", {}, "different parts, got 'plain.plain'"),
-        ("plain+twig", {"root": "elm"}, "by part, like {'plain': .*, got 'root': 'elm'"),
+        ("plain+twig", {"root": "elm"}, "by part, like {'plain': .*, except budget; got 'root': 'elm'"),
         ("plain+twig", {"bush": {}}, "by part"),
         ("plain+twig", {"twig": "elm"}, "by part"),
         ("plain+twig", {"twig": {"rot": "elm"}}, "drafter 'twig' has no option 'rot'; did you mean 'root'"),
