@@ -35,6 +35,8 @@ def test_two_processes_train_what_one_does(tmp_path):
         torch.testing.assert_close(process["quiet"], one.table.data, rtol=0, atol=1e-12)
         assert torch.equal(process["again"], process["quiet"])  # from the checkpoint
         assert torch.equal(process["noisy"], weights[0]["noisy"])
+        once, twice = process["shards"]  # through a checkpoint of weights that no process holds whole
+        assert torch.equal(once, twice) and once.abs().max() > 0.1
     assert one.table.abs().max() > 0.1 and not torch.equal(weights[0]["noisy"], weights[0]["quiet"])
     assert not set(notes[0]["noises"]) & set(notes[1]["noises"])  # each draws for itself
     log = [json.loads(line) for line in (tmp_path / "whole" / "log.jsonl").read_text().splitlines()]
