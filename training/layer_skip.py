@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,16 +19,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate import PartialState
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftwood.core.anatomy import find_blocks, find_decoder
 from draftwood.core.errors import InvalidRequest, UnsupportedModel
 
-from .checkpoint import LOG, fingerprint
+from .checkpoint import fingerprint
 from .data import Batch, Sequences
 from .loop import Figures, Objective, Schedule, train
+from .output import new_output, publish
 
 Curriculum = Literal["rotational", "gradual"]
 
@@ -145,9 +143,8 @@ def train_layer_skip(
         InvalidCheckpoint: the checkpoint of the stopped run cannot be read.
         UnsupportedModel: the model's blocks cannot be found.
     """
-    recipe, output = recipe or Recipe(), Path(output).expanduser()
-    if output.exists():
-        raise InvalidRequest(f"{str(output)!r} exists; give a directory that does not")
+    recipe = recipe or Recipe()
+    output, working = new_output(output)
     if model.dtype == torch.float16:
         raise InvalidRequest("float16 weights lose small updates to underflow; load the model as bfloat16 or float32")
     embeddings: Any = model.get_input_embeddings()
@@ -159,13 +156,16 @@ def train_layer_skip(
     student.train(False)
     blocks = _blocks(student)
     about = {**asdict(recipe), "exit_layers": recipe.exits(len(blocks)), "model": fingerprint(student)}
-    working = output.with_name(output.name + ".training")
     objective = _EarlyExits(student, blocks, recipe, schedule.steps)
     train(objective, data, schedule, directory=working, about=about, on_step=on_step)
     student.requires_grad_(False)
-    if PartialState().is_main_process:
-        _publish(student, tokenizer, working, output)
-    PartialState().wait_for_everyone()
+
+    def write(directory: Path) -> None:
+        student.save_pretrained(directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+
+    publish(output, working, write)
     return student
 
 
@@ -251,18 +251,3 @@ def _exits(blocks: nn.ModuleList, enabled: Sequence[int], kept: Tensor) -> Itera
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, working: Path, output: Path) -> None:
-    """Writes the result beside its place and moves it there; the checkpoint is deleted afterwards."""
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
-    model.save_pretrained(partial)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(partial)
-    shutil.copy(working / LOG, partial / LOG)
-    for file in partial.iterdir():
-        with open(file, "rb") as written:
-            os.fsync(written.fileno())
-    partial.rename(output)
-    shutil.rmtree(working)
