@@ -151,7 +151,8 @@ def train_medusa(
     )
     measured = evaluation.figures or evaluation()  # a run that was stopped after its last step has not measured
     heads.requires_grad_(False).eval().to(target.dtype)
-    accuracies = evaluation.accuracies
+    # Of heads that are never right no tree can be chosen.
+    accuracies = evaluation.accuracies if any(evaluation.accuracies[0]) else None
 
     def write(directory: Path) -> None:
         save_heads(heads, directory, layout=layout, base_model=base_model, accuracies=accuracies, target=target)
