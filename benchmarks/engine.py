@@ -11,13 +11,24 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
 
 import draftwood as dw
+from draftwood.core.anatomy import forward_arguments
 from draftwood.core.loading import load_model
+from draftwood.core.tree import TokenTree
 from draftwood.drafters.draft_model import DraftModel
 from draftwood.plugins import load_registry
 from draftwood.study.default_prompts import PACKAGED
@@ -133,10 +144,38 @@ def prompt_lookup_on_summaries(target: dw.Target, limit: int) -> None:
         show(figure="prompt lookup on summaries", **{name: getattr(row, name) for name in SHOWN})
 
 
+@torch.inference_mode()
+def pass_widths(target: dw.Target, context: int = 256, rounds: int = 8) -> None:
+    """Milliseconds of a verify pass by its number of tokens, and of a bare step with transformers' own cache."""
+    text = [[5 + index % 40 for index in range(context)]]
+    cache = target.new_cache(1, context + 80)
+    target.score(cache, text, TokenTree.empty(1))
+    bare = DynamicCache()
+    name = {forward_arguments(target.model).cache: bare}
+    target.model(torch.tensor(text), **name, use_cache=True)
+    took: dict[str, list[float]] = {}
+
+    def timed(label: str, work: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        work()
+        took.setdefault(label, []).append(time.perf_counter() - start)
+
+    for _ in range(rounds + 1):
+        timed("bare step", lambda: target.model(torch.tensor([[7]]), **name, use_cache=True))
+        bare.crop(-1)
+        for width in (1, 4, 8, 16, 32, 64):
+            tree = TokenTree.empty(1) if width == 1 else TokenTree.chain(torch.full((1, width - 1), 7))
+            timed(str(width), lambda tree=tree: target.score(cache, [[7]], tree))  # type: ignore[misc]
+            cache.keep([[]])
+            cache.lengths[0] = context  # forgets the pending token too
+    medians = {label: round(1000 * statistics.median(times[1:]), 1) for label, times in took.items()}
+    show(figure="milliseconds a pass by tokens", dtype=str(target.dtype), context=context, **medians)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", action="append", help="of the speed figures; float32 and bfloat16 by default")
-    parser.add_argument("--only", choices=["identity", "speed"], help="half of the figures")
+    parser.add_argument("--only", choices=["identity", "speed", "widths"], help="some of the figures")
     parser.add_argument("--quick", action="store_true", help="fewer prompts and shorter texts")
     given = parser.parse_args()
     length, count = (16, 2) if given.quick else (48, 4)
@@ -144,7 +183,7 @@ def main() -> None:
     tiny_prompts = [[5, 6, 7, 5, 6, 7, 5], [9, 8], [3, 3, 3, 3, 3, 3, 3, 3, 3], [20, 21, 22, 20]]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # two threads only wait for each other on models this small
-    for name, config in TINY.items() if given.only != "speed" else ():
+    for name, config in TINY.items() if given.only in (None, "identity") else ():
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config).float().eval()
@@ -155,9 +194,11 @@ def main() -> None:
         target = dw.Target(model, tokenizer)
         decoder = dw.Decoder(target)
         prompts = [decoder.encode([{"role": "user", "content": text}]) for _, text in PACKAGED[:count]]
-        if dtype == "float32" and given.only != "speed":
+        if dtype == "float32" and given.only in (None, "identity"):
             identity("SmolLM2-135M", target, prompts, length)
-        if given.only == "identity":
+        if given.only in (None, "widths"):
+            pass_widths(target)
+        if given.only not in (None, "speed"):
             continue
         against_generate(target, prompts, length, rounds=1 if given.quick else 3)
         drafted_overhead(target, prompts, length)
