@@ -203,6 +203,26 @@ def test_guesses_without_a_probability_are_left_out(target, own, monkeypatch):
                 assert size == (0, 2, 3)[min(room, 2)]
 
 
+def test_coupled_guesses_use_the_noise_of_their_own_position(target, own, monkeypatch):
+    checked, propose = [], module._Session.propose
+
+    def compare(self: Any, state: DecodeState) -> Proposal:
+        made = propose(self, state)
+        for row, paths in zip(state.rows, tree_paths(made.tree), strict=True):
+            logits = own.logits(self._hidden[state.rows.index(row)][None])[:, 0]
+            best = [
+                int((log_q + row.source.gumbel(len(row.tokens) + level, VOCABULARY)).argmax())
+                for level, log_q in enumerate(logits.float().log_softmax(-1))
+            ]
+            checked.append(max(paths, key=len) == best or len(max(paths, key=len)) < 3)
+        return made
+
+    monkeypatch.setattr(module._Session, "propose", compare)
+    decoder = Decoder(target, Medusa(checkpoint=own, tree=[(0, 0, 0)]), rule="coupled")
+    decoder.generate(PROMPTS, max_new_tokens=9, temperature=1.0, seed=5, eos_token_id=[])
+    assert len(checked) > 8 and all(checked)
+
+
 # --- Exact losslessness of drawn trees ---
 
 SHAPES = {
