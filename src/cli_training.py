@@ -15,6 +15,7 @@ import typer
 
 from . import cli_distil
 from .cli_common import Device, DType, JsonFlag, Model, out, print_json, remark
+from .cli_data import Data, LimitTokens, read_sequences
 from .cli_study import ChatFlag, Limit, Prompts, Seed, load_target
 from .cli_study import _progress as progress_bar
 from .core.errors import InvalidRequest
@@ -105,13 +106,7 @@ def _train() -> None:
 @train.command("layer-skip")
 def train_layer_skip(
     model: Model,
-    data: Annotated[
-        Path,
-        typer.Option(
-            help="A .jsonl file of `text` or `messages`, of which the assistant's are learnt; or plain text, documents "
-            "separated by empty lines."
-        ),
-    ],
+    data: Data,
     output: Annotated[
         Path, typer.Option("--out", help="Directory to make. A stopped run goes on when its command is repeated.")
     ],
@@ -124,6 +119,7 @@ def train_layer_skip(
     curriculum: Annotated[Curriculum, typer.Option(help="Which exits a step learns.")] = Curriculum.rotational,
     rotation: Annotated[int, typer.Option(help="Of the rotational curriculum: every which exit a step learns.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
+    limit_tokens: LimitTokens = None,
     batch_size: Annotated[int, typer.Option(help="Sequences in a forward.")] = 4,
     accumulate: Annotated[int, typer.Option(help="Forwards in a step.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="At its highest, before it falls on a cosine.")] = 2e-5,
@@ -137,7 +133,6 @@ def train_layer_skip(
     json_output: JsonFlag = False,
 ) -> None:
     """Fine-tune a model so that its early exits draft well (LayerSkip), for the drafter `early-exit`."""
-    from .training.data import pack, read_documents
     from .training.layer_skip import Recipe
     from .training.layer_skip import train_layer_skip as run
     from .training.loop import Schedule
@@ -147,8 +142,7 @@ def train_layer_skip(
         steps, batch_size, accumulate, learning_rate, warmup, weight_decay, clip, seed, checkpoint_every
     )
     target = load_target(model, dtype, device)
-    sequences = pack(read_documents(data, target.tokenizer), length)
-    remark(f"{len(sequences)} sequences of {length} tokens")
+    sequences = read_sequences(data, target, length, limit_tokens)
     last: dict[str, Any] = {}
     with progress_bar() as progress:
 

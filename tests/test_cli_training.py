@@ -203,3 +203,18 @@ def test_train_layer_skip_makes_a_model_that_early_exit_drafts_with(tiny, tmp_pa
     assert all(torch.equal(tensor, trained[name]) for name, tensor in expected.state_dict().items())
     options = ["--drafter", "early-exit", "--option", "exit_layer=2", "--max-new-tokens", 6]
     good("generate", output, "abc", *options)
+
+
+def test_data_that_cannot_be_used_is_counted(tiny, tmp_path):
+    """The tokenizer has no chat template: a conversation is left out; and reading stops at the limit."""
+    data = tmp_path / "data.jsonl"
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    data.write_text(
+        "".join(json.dumps(row) + "\n" for row in ({"text": "abc abc"}, chat, {"text": "to be"}, {"no": 1}))
+    )
+    arguments = ["train", "layer-skip", tiny, "--data", data, "--steps", 1, "--length", 4, "--dtype", "float32"]
+    done = good(*arguments, "--limit-tokens", 10, "--out", tmp_path / "some")
+    lines = done.stderr.replace("\n", " ")
+    assert "3 sequences of 4 tokens" in lines and "1 rows left out, the first:" in lines and "line 2:" in lines
+    done = good(*arguments, "--out", tmp_path / "all")
+    assert "4 sequences of 4 tokens" in done.stderr and "2 rows left out" in done.stderr
