@@ -24,16 +24,8 @@ from draftwood.drafters.medusa.trees import expected_tau, greedy_tree
 from draftwood.training.data import Batch, Document, Sequences, pack
 from draftwood.training.features import OnlineFeatures
 from draftwood.training.loop import Schedule
-from draftwood.training.medusa import (
-    Evaluation,
-    MedusaRecipe,
-    best_tau,
-    coverage,
-    frequent_tokens,
-    head_losses,
-    make_heads,
-    train_medusa,
-)
+from draftwood.training.medusa import MedusaRecipe, coverage, frequent_tokens, make_heads, train_medusa
+from draftwood.training.medusa_losses import Evaluation, best_tau, head_losses
 
 WORDS, VOCABULARY = 24, 32
 FOLLOWS = torch.randperm(WORDS, generator=torch.Generator().manual_seed(5)).tolist()
@@ -179,8 +171,7 @@ def test_losses_and_accuracies_are_those_of_one_position_after_another(
                     ranks[k, rank] += 1
                 total += 0.5**k * entropies[k][-1] / every
 
-    recipe = MedusaRecipe(decay=0.5, distil=distil)
-    loss, figures = head_losses(heads, hidden, batch, lambda states: states @ rows.T, recipe)
+    loss, figures = head_losses(heads, hidden, batch, lambda states: states @ rows.T, decay=0.5, distil=distil)
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(total, rel=1e-5)
     evaluation = Evaluation(
         heads, lambda batch: {"last": hidden[batch.index]}, lambda states: states @ rows.T, data, 2, 4
@@ -208,7 +199,7 @@ def test_head_k_learns_the_token_k_plus_2_ahead(k: int):
         hidden[0, position, tokens[0, position + 2 + k]] = 50.0
     heads = MedusaHeads(MedusaConfig(3, 1, 8, 8, shared=True))
     batch = Batch(tokens, torch.ones(1, 8, dtype=torch.bool), torch.zeros(1, dtype=torch.int64))
-    _, figures = head_losses(heads, hidden, batch, lambda states: states, MedusaRecipe())
+    _, figures = head_losses(heads, hidden, batch, lambda states: states)
     assert [figures[f"head {other} top-1"].item() for other in range(3)] == [float(other == k) for other in range(3)]
     assert figures[f"head {k} loss"].item() == pytest.approx(0.0, abs=1e-6)
 
@@ -229,7 +220,7 @@ def test_nothing_is_computed_where_nothing_is_learnt():
         seen.append(states.shape[1])
         return states[..., :1] * torch.ones(12, dtype=torch.float64)
 
-    loss, _ = head_losses(heads, hidden, data.at(torch.arange(5)), lm_head, MedusaRecipe())
+    loss, _ = head_losses(heads, hidden, data.at(torch.arange(5)), lm_head)
     assert loss.isfinite()
     assert seen == [int(known[:, 2 + k :].sum()) for k in range(3)]
 

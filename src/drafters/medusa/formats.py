@@ -120,13 +120,13 @@ def save_heads(
         name = "medusa_lm_head.safetensors"
         settings |= {"medusa_num_heads": config.heads, "medusa_num_layers": config.layers}
         settings["base_model_name_or_path"] = base_model
-        state = _state(heads, "{head}.{layer}.linear.{part}", f"{{head}}.{config.layers}.weight")
+        state = head_weights(heads, "{head}.{layer}.linear.{part}", f"{{head}}.{config.layers}.weight")
     else:
         name = "model.safetensors"
         settings |= {"model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": config.heads}
         settings |= {"num_hidden_layers": config.layers, "truncated_vocab_size": heads.draft_vocabulary}
         settings |= {"medusa_fc_bias": True, "original_lm_head": config.shared, "base_model_name_or_path": base_model}
-        state = _state(heads, "blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight")
+        state = head_weights(heads, "blocks.{head}.layers.{layer}.{part}", "lm_heads.{head}.weight")
         if config.shared:
             if target is None:
                 raise InvalidRequest("vLLM's layout holds a copy of the target's LM head; pass target=")
@@ -142,8 +142,8 @@ def save_heads(
     _replace(folder / "config.json", lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
-def _state(heads: MedusaHeads, block: str, lm_head: str) -> dict[str, Tensor]:
-    """Returns the weights by the names that two templates give them."""
+def head_weights(heads: MedusaHeads, block: str, lm_head: str) -> dict[str, Tensor]:
+    """Returns the weights by the names that two templates give them, such as `{head}.{layer}.linear.{part}`."""
     state = {}
     for layer, stacked in enumerate(heads.blocks):
         for part, tensor in stacked.named_parameters():
