@@ -41,6 +41,13 @@ def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
     for name in required:
         if not isinstance(fields.get(name), int) or fields[name] < 1:
             raise InvalidRequest(f"{name} must be a whole number >= 1, got {fields.get(name)!r}")
+    width, heads, shared = fields["hidden_size"], fields["num_attention_heads"], fields.get("num_key_value_heads")
+    # Not every version of transformers checks these itself.
+    if width % heads or (shared is not None and (not isinstance(shared, int) or shared < 1 or heads % shared)):
+        raise InvalidRequest(
+            f"no Llama layer can have hidden_size {width}, num_attention_heads {heads}, num_key_value_heads {shared}: "
+            "each must be a multiple of the next"
+        )
     known = {name: fields[name] for name in (*required, *_OPTIONAL) if fields.get(name) is not None}
     try:
         return LlamaConfig(**known, num_hidden_layers=1, attention_bias=bool(fields.get("attention_bias")))
