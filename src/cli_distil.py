@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from .cli_common import Device, DType, JsonFlag, Model, out, print_json, remark
+from .cli_data import Data, LimitTokens, read_sequences
 from .cli_study import Seed, load_target
 from .cli_study import _progress as progress_bar
 from .core.errors import InvalidRequest
@@ -25,13 +26,7 @@ class Divergence(StrEnum):
 
 def draft_model(
     model: Model,
-    data: Annotated[
-        Path,
-        typer.Option(
-            help="A .jsonl file of `text` or `messages`, of which the assistant's are learnt, best the target's own "
-            "(`draftwood synthesise`); or plain text, documents separated by empty lines."
-        ),
-    ],
+    data: Data,
     output: Annotated[
         Path, typer.Option("--out", help="Directory to make. A stopped run goes on when its command is repeated.")
     ],
@@ -44,6 +39,7 @@ def draft_model(
     ] = Divergence.forward,
     cross_entropy: Annotated[float, typer.Option(help="Share of the text's own cross-entropy in the loss.")] = 0.0,
     length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
+    limit_tokens: LimitTokens = None,
     batch_size: Annotated[int, typer.Option(help="Sequences in a forward.")] = 1,
     accumulate: Annotated[int, typer.Option(help="Forwards in a step.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="At its highest, before it falls on a cosine.")] = 1e-3,
@@ -53,7 +49,9 @@ def draft_model(
     weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.0,
     clip: Annotated[float, typer.Option(help="Longest norm of the gradient.")] = 1.0,
     gamma: Annotated[int, typer.Option(help="Length of the draft whose expected tau is told.")] = 4,
-    eval_fraction: Annotated[float, typer.Option(help="Share of the data to measure on; 0 measures nothing.")] = 0.05,
+    eval_fraction: Annotated[
+        float, typer.Option(help="Share of the data, or number of sequences, to measure on; 0: none.")
+    ] = 0.05,
     eval_every: Annotated[int, typer.Option(help="Steps between measurements; 0 measures at the end.")] = 0,
     seed: Seed = 0,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
@@ -65,8 +63,10 @@ def draft_model(
     device: Device = None,
     json_output: JsonFlag = False,
 ) -> None:
-    """Distil a small draft model from the target, for the drafter `draft-model`."""
-    from .training.data import pack, read_documents
+    """Distil a small draft model from the target, for the drafter `draft-model`.
+
+    The best data is what the target itself has written (`draftwood synthesise`).
+    """
     from .training.draft_model import DraftModelRecipe
     from .training.draft_model import train_draft_model as run
     from .training.loop import Schedule
@@ -78,8 +78,7 @@ def draft_model(
     )
     saved: Any = None if save_dtype in (None, "auto") else parse_dtype(save_dtype)
     target = load_target(model, dtype, device)
-    sequences = pack(read_documents(data, target.tokenizer), length)
-    remark(f"{len(sequences)} sequences of {length} tokens")
+    sequences = read_sequences(data, target, length, limit_tokens)
     last: dict[str, Any] = {}
     with progress_bar() as progress:
 

@@ -200,15 +200,15 @@ def test_loss_figures_and_gradients_are_those_of_plain_code(loss: Any, tied: boo
         "tv": 1 - torch.minimum(p, q).sum(-1),
     }[loss].mean()
     expected = 0.75 * distance + 0.25 * entropy
-    assert float(value) == pytest.approx(float(expected))
-    assert float(figures["acceptance"]) == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()))
+    assert value.item() == pytest.approx(expected.item())
+    assert float(figures["acceptance"]) == pytest.approx(torch.minimum(p, q).sum(-1).mean().item())
     assert float(figures["agreement"]) == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
     (3 * expected).backward()
     assert gradients.keys() == {name for name, _ in own.named_parameters()}
     for name, parameter in own.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-8, atol=1e-12)
     with torch.no_grad():
-        assert float(own(Sequences(tokens, learnt).at(torch.arange(3)), 0, torch.Generator())[0]) == float(value)
+        assert float(own(Sequences(tokens, learnt).at(torch.arange(3)), 0, torch.Generator())[0]) == value.item()
 
 
 def test_the_target_itself_is_a_perfect_student():
