@@ -39,6 +39,7 @@ app.command()(cli_study.theory)
 app.command()(cli_synthesis.synthesise)
 app.add_typer(cli_training.search, name="search")
 cli_training.train.command("medusa")(cli_heads.medusa)
+cli_training.train.command("medusa-2")(cli_heads.medusa_joint)
 app.add_typer(cli_training.train, name="train")
 
 

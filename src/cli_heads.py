@@ -1,4 +1,4 @@
-"""The commands that train heads for a target: `train medusa`.
+"""The commands that train heads for a target: `train medusa` and `train medusa-2`.
 
 Everything heavy is imported when its command runs.
 """
@@ -138,6 +138,68 @@ def medusa(
         print_json({"directory": str(output), **last})
         return
     remark(f"use it with draftwood generate {model} PROMPT --drafter medusa --option checkpoint={output}")
+    out.print(str(output), markup=False, soft_wrap=True)
+
+
+def medusa_joint(
+    model: Model,
+    data: Data,
+    output: Output,
+    steps: Steps,
+    head_steps: Annotated[int, typer.Option(help="Updates of the first stage, the heads alone; 0 with --init.")] = 0,
+    init: Init = None,
+    heads: Heads = None,
+    layers: Layers = None,
+    draft_vocabulary: DraftVocabulary = None,
+    lora: Annotated[int | None, typer.Option(help="Rank of adapters.  [default: train in full]")] = None,
+    self_distil: Annotated[bool, typer.Option(help="Keep the model close to what it was.")] = False,
+    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
+    batch_size: Annotated[int, typer.Option(help="Sequences in a forward.")] = 4,
+    accumulate: Annotated[int, typer.Option(help="Forwards in a step.")] = 1,
+    learning_rate: Annotated[float, typer.Option(help="The model's; the heads' is 4 times as high.")] = 2e-5,
+    head_learning_rate: Annotated[float, typer.Option(help="Of the first stage.")] = 1e-3,
+    warmup: Annotated[int, typer.Option(help="Steps in which the learning rate rises.")] = 0,
+    seed: Seed = 0,
+    eval_fraction: EvalFraction = 0.05,
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0 is at the end only.")] = 0,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    dtype: DType = None,
+    device: Device = None,
+    json_output: JsonFlag = False,
+) -> None:
+    """Train a copy of a model together with Medusa heads (Medusa-2); both are one directory."""
+    from .training.data import pack, read_documents
+    from .training.loop import Schedule
+    from .training.medusa import MedusaRecipe
+    from .training.medusa_joint import JointRecipe, train_medusa_joint
+
+    recipe = MedusaRecipe(heads, layers, None, draft_vocabulary, held_out=_held_out(eval_fraction))
+    joint = JointRecipe(lora=lora, self_distil=self_distil)
+    shape: dict[str, Any] = {"batch_size": batch_size, "accumulate": accumulate, "warmup": warmup, "seed": seed}
+    shape |= {"eval_every": eval_every, "checkpoint_every": checkpoint_every}
+    first = Schedule(head_steps, learning_rate=head_learning_rate, **shape) if head_steps else None
+    schedule = Schedule(steps, learning_rate=learning_rate, **shape)
+    target = load_target(model, dtype, device)
+    sequences = pack(read_documents(data, target.tokenizer), length)
+    last: dict[str, Any] = {}
+    with progress_bar() as progress:
+
+        def on_step(entry: dict[str, Any]) -> None:
+            last.update(entry)
+            progress(entry["step"], steps if "model" in entry else head_steps, _figures(last))
+
+        try:
+            train_medusa_joint(
+                target, sequences, output, schedule, recipe, joint, first=first, init=init, on_step=on_step
+            )
+        except ImportError as error:  # peft is an extra
+            raise InvalidRequest(str(error)) from error
+        except OSError as error:
+            raise InvalidRequest(f"cannot keep the training in {str(output)!r}: {error}") from error
+    if json_output:
+        print_json({"directory": str(output), **last})
+        return
+    remark(f"use it with draftwood generate {output} PROMPT --drafter medusa --option checkpoint={output}")
     out.print(str(output), markup=False, soft_wrap=True)
 
 

@@ -99,3 +99,14 @@ def test_a_warm_start_in_vllms_layout_told_as_json(tiny: Path, tmp_path: Path):
 )
 def test_bad_input_is_one_line_and_exit_2(tiny: Path, tmp_path: Path, arguments: list[str], message: str):
     check_refused(dw(*filled(tiny, tmp_path / "out", [*TRAIN, *arguments])), message)
+
+
+def test_train_medusa_2_makes_a_target_that_drafts_for_itself(tiny: Path, tmp_path: Path):
+    output = tmp_path / "model"
+    arguments = [*TRAIN, "--head-steps", "2", "--heads", "2", "--dtype", "float32"]
+    arguments[1] = "medusa-2"
+    done = good(*filled(tiny, output, arguments))
+    assert done.stdout == f"{output}\n"
+    options = ["--drafter", "medusa", "--option", f"checkpoint={output}", "--max-new-tokens", 6]
+    good("generate", output, "abc", *options)
+    check_refused(dw(*filled(tiny, tmp_path / "x", arguments[:-6])), "give either a schedule of the first stage")
