@@ -32,6 +32,11 @@ class BuiltIn:
         add("lookahead", f"{home}.lookahead:Lookahead", summary="n-grams from a window of parallel guesses")
         add("layer-skip", f"{home}.layer_skip:LayerSkip", summary="the target without some of its sub-layers")
         add("early-exit", f"{home}.early_exit:EarlyExit", summary="the target's first layers; the others verify")
+        add(
+            "oracle",
+            f"{home}.oracle:Oracle",
+            summary="a recorded text, as right and as slow as it is told; for benchmarks",
+        )
 
     @hookimpl
     def register_rules(self, registry: Catalog[Rule]) -> None:
