@@ -8,10 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli_common import Device, DType, JsonFlag, Model, out, print_json, remark
+from .cli_common import Device, DType, JsonFlag, Model, out, print_json, progress_bar, remark
 from .cli_data import Data, LimitTokens, read_sequences
 from .cli_study import Seed, load_target
-from .cli_study import _progress as progress_bar
 from .core.errors import InvalidRequest
 from .core.loading import _parse_dtype as parse_dtype
 

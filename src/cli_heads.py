@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli_common import Device, DType, JsonFlag, Model, out, print_json, remark
+from .cli_common import Device, DType, JsonFlag, Model, out, print_json, progress_bar, remark
+from .cli_data import Data, LimitTokens, read_sequences
 from .cli_study import Seed, load_target
-from .cli_study import _progress as progress_bar
 from .core.errors import InvalidRequest
 
 
@@ -24,13 +24,6 @@ class Layout(StrEnum):
     vllm = "vllm"
 
 
-Data = Annotated[
-    Path,
-    typer.Option(
-        help="A .jsonl file of `text` or `messages`, of which the assistant's are learnt; or plain text, documents "
-        "separated by empty lines."
-    ),
-]
 Output = Annotated[
     Path, typer.Option("--out", help="Directory to make. A stopped run goes on when its command is repeated.")
 ]
@@ -68,6 +61,7 @@ def medusa(
     distil: Annotated[bool, typer.Option(help="Learn the target's distribution instead of the text.")] = False,
     decay: Annotated[float, typer.Option(help="The loss of head k counts decay^k.")] = 0.8,
     length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
+    limit_tokens: LimitTokens = None,
     batch_size: Annotated[int, typer.Option(help="Sequences in a forward.")] = 8,
     accumulate: Annotated[int, typer.Option(help="Forwards in a step.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="At its highest, before it falls on a cosine.")] = 1e-3,
@@ -87,7 +81,6 @@ def medusa(
     json_output: JsonFlag = False,
 ) -> None:
     """Train Medusa heads for a model that stays as it is, for the drafter `medusa`."""
-    from .training.data import pack, read_documents
     from .training.loop import Schedule
     from .training.medusa import MedusaRecipe, train_medusa
 
@@ -105,8 +98,7 @@ def medusa(
         eval_every,
     )
     target = load_target(model, dtype, device)
-    sequences = pack(read_documents(data, target.tokenizer), length)
-    remark(f"{len(sequences)} sequences of {length} tokens")
+    sequences = read_sequences(data, target, length, limit_tokens)
     last: dict[str, Any] = {}
     with progress_bar() as progress:
 
@@ -154,6 +146,7 @@ def medusa_joint(
     lora: Annotated[int | None, typer.Option(help="Rank of adapters.  [default: train in full]")] = None,
     self_distil: Annotated[bool, typer.Option(help="Keep the model close to what it was.")] = False,
     length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
+    limit_tokens: LimitTokens = None,
     batch_size: Annotated[int, typer.Option(help="Sequences in a forward.")] = 4,
     accumulate: Annotated[int, typer.Option(help="Forwards in a step.")] = 1,
     learning_rate: Annotated[float, typer.Option(help="The model's; the heads' is 4 times as high.")] = 2e-5,
@@ -168,7 +161,6 @@ def medusa_joint(
     json_output: JsonFlag = False,
 ) -> None:
     """Train a copy of a model together with Medusa heads (Medusa-2); both are one directory."""
-    from .training.data import pack, read_documents
     from .training.loop import Schedule
     from .training.medusa import MedusaRecipe
     from .training.medusa_joint import JointRecipe, train_medusa_joint
@@ -180,7 +172,7 @@ def medusa_joint(
     first = Schedule(head_steps, learning_rate=head_learning_rate, **shape) if head_steps else None
     schedule = Schedule(steps, learning_rate=learning_rate, **shape)
     target = load_target(model, dtype, device)
-    sequences = pack(read_documents(data, target.tokenizer), length)
+    sequences = read_sequences(data, target, length, limit_tokens)
     last: dict[str, Any] = {}
     with progress_bar() as progress:
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from .cli_common import Device, DType, JsonFlag, Model, err, out, print_json, remark
+from .cli_common import Device, DType, JsonFlag, Model, err, out, print_json, progress_bar, remark
 from .core.errors import InvalidRequest
 from .core.target import Target
 from .study import run
@@ -73,7 +70,7 @@ def compare(
     """Compare drafters with plain decoding on the same prompts, in the same run."""
     if demo:
         drafters, limit, max_new_tokens = drafters or DEMO_DRAFTERS, limit or DEMO_PROMPTS, DEMO_TOKENS
-    with _progress() as progress:
+    with progress_bar() as progress:
         found = run.compare(
             [model, *(target or [])],
             _specs(drafters),
@@ -124,7 +121,7 @@ def verify(
     json_output: JsonFlag = False,
 ) -> None:
     """Check that drafters give plain decoding's text; exit 1 if one differs by more than a near tie."""
-    with _progress() as progress:
+    with progress_bar() as progress:
         found = verify_drafters(
             model,
             _specs(drafters),
@@ -217,27 +214,6 @@ def _specs(drafters: list[str] | None) -> list[DrafterSpec]:
 
 def _prompt_sets(prompts: list[str] | None) -> list[PromptSet]:
     return [load_prompts(source) for source in prompts] if prompts else [load_prompts()]
-
-
-@contextmanager
-def _progress() -> Iterator[run.Progress]:
-    """A progress bar with the time left, on stderr."""
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    ]
-    # Where there is no terminal, rich would end what it does not show with an empty line.
-    with Progress(*columns, console=err, transient=True, disable=not err.is_interactive) as bar:
-        task = bar.add_task("loading", total=None)
-
-        def report(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what[:40])
-
-        yield report
 
 
 def _print_report(report: Report, by_category: bool, json_output: bool) -> None:

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .cli_common import Device, DType, JsonFlag, Model, out, print_json, remark
+from .cli_common import Device, DType, JsonFlag, Model, out, print_json, progress_bar, remark
 from .cli_study import Limit, Prompts, Seed, load_target
-from .cli_study import _progress as progress_bar
 from .core.errors import InvalidRequest
 from .decoder import Decoder
 from .study.prompts import load_prompts

@@ -14,10 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from . import cli_distil
-from .cli_common import Device, DType, JsonFlag, Model, out, print_json, remark
+from .cli_common import Device, DType, JsonFlag, Model, out, print_json, progress_bar, remark
 from .cli_data import Data, LimitTokens, read_sequences
 from .cli_study import ChatFlag, Limit, Prompts, Seed, load_target
-from .cli_study import _progress as progress_bar
 from .core.errors import InvalidRequest
 from .core.target import Target
 from .study.prompts import StudyPrompt, load_prompts

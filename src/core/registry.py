@@ -248,8 +248,8 @@ class Registry:
         for part, part_options in options.items():
             if part not in parts or not isinstance(part_options, Mapping):
                 raise InvalidRequest(
-                    f"options of {name!r} must be given by part, like {{{parts[0]!r}: {{'option': value}}}}, except budget;"
-                    f" got {part!r}: {part_options!r}"
+                    f"options of {name!r} must be given by part, like {{{parts[0]!r}: {{'option': value}}}}, except "
+                    f"budget; got {part!r}: {part_options!r}"
                 )
         if self.merger is None:
             raise InvalidRequest(f"this registry cannot merge drafters ({name!r}): its merger is None")
