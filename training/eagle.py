@@ -343,8 +343,8 @@ def check_lengths(data: Sequences, steps: int, name: str) -> None:
     for step in range(steps):
         if not data.learnt[:, 2 + step :].any():
             raise InvalidRequest(
-                f"nothing of the {name} data is to be learnt by step {step + 1}, which guesses what is {2 + step} places "
-                "or more into a sequence; give more or longer texts, or fewer steps"
+                f"nothing of the {name} data is to be learnt by step {step + 1}, which guesses what is {2 + step} "
+                "places or more into a sequence; give more or longer texts, or fewer steps"
             )
 
 

@@ -163,16 +163,15 @@ class EagleObjective(Objective):
         for bound in bounds:
             # Of one chunk all stays for the backward pass; of several, logits are computed again there.
             sums = sums + (checkpoint(summed, *bound, use_reentrant=False) if len(bounds) > 1 else summed(*bound))
-        entropy, distance, used, hits, valid = sums
         factors = weights.decay ** torch.arange(self._steps, device=sums.device)
         learnt = batch.learnt[:, 1:].sum().clamp(min=1)
-        loss = (factors * (weights.entropy * entropy + weights.feature * distance)).sum() / learnt
+        loss = (factors * (weights.entropy * sums[0] + weights.feature * sums[1])).sum() / learnt
         figures = Figures()
-        for index in range(self._steps):
-            figures[f"step {index + 1} loss"] = entropy[index].detach() / used[index].clamp(min=1)
-            figures[f"step {index + 1} top-1"] = (hits[index] / valid[index].clamp(min=1)).detach()
+        for index, (loss_sum, _, used, hits, valid) in enumerate(sums.detach().T):
+            figures[f"step {index + 1} loss"] = loss_sum / used.clamp(min=1)
+            figures[f"step {index + 1} top-1"] = hits / valid.clamp(min=1)
         if isinstance(self.head, EagleHead):
-            figures["distance"] = distance[0].detach() / valid[0].clamp(min=1)
+            figures["distance"] = sums[1, 0].detach() / sums[4, 0].clamp(min=1).detach()
         return loss, figures
 
 
