@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from . import cli_eagle, cli_heads, cli_study, cli_synthesis, cli_training
+from . import cli_eagle, cli_heads, cli_study, cli_synthesis, cli_trace, cli_training
 from .cli_common import Commands, Device, DType, JsonFlag, Model, out, print_json, remark
 from .core.errors import InvalidRequest
 from .core.registry import Catalog
@@ -36,6 +36,7 @@ app.command()(cli_study.compare)
 app.command()(cli_study.report)
 app.command()(cli_study.verify)
 app.command()(cli_study.theory)
+app.command()(cli_trace.explain)
 app.command()(cli_synthesis.synthesise)
 app.add_typer(cli_training.search, name="search")
 cli_training.train.command("medusa")(cli_heads.medusa)
@@ -98,6 +99,7 @@ def generate(
     ] = None,
     dtype: DType = None,
     device: Device = None,
+    trace: cli_trace.TraceFile = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Generate a text; on a terminal, tokens that the drafter had guessed are coloured."""
@@ -111,15 +113,24 @@ def generate(
     registry.create_drafter(spec.name, spec.options)
     if rule != "auto":
         registry.create_rule(rule)
+    cli_trace.check_trace_file(trace)
     decoder = Decoder(
         cli_study.load_target(model, dtype, device), drafter, drafter_options=spec.options, rule=rule, registry=registry
     )
     asked = _render(decoder, text, chat)
-    if json_output:
+    if trace is not None:
+        about = {"model": model, "drafter": drafter, "options": spec.options, "rule": rule}
+        done = cli_trace.record_to(trace, decoder, asked, settings, about)
+    elif json_output:
         done = decoder.generate(asked, **settings)
+    if json_output:
         stats = asdict(done.stats)
         stats |= {"tau": done.stats.tau, "acceptance_by_depth": done.stats.acceptance_by_depth}
         print_json({**asdict(done), "stats": stats})
+        return
+    if trace is not None:
+        out.print(done.text, markup=False, soft_wrap=True)
+        remark(f"{len(done.tokens)} tokens, ended by {done.stop_reason}; recorded in {trace}")
         return
     drafted = tokens = 0
     for step in decoder.stream(asked, **settings):

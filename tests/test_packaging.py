@@ -61,7 +61,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     expected = {
         f"{name.replace('.', '/')}/{file.name}"
         for name, folder in package_folders().items()
-        for file in folder.glob("*.py")
+        for file in folder.iterdir()
+        if file.suffix in {".py", ".html", ".css", ".js"}
     }
     assert names == expected | {"draftwood/py.typed"}
 
