@@ -41,7 +41,9 @@ def explain_trace(trace: Trace) -> str:
         raise InvalidRequest(
             f"the recording is damaged: {type(error).__name__} {error}; record the run again"
         ) from error
-    settings = trace["settings"]
+    settings, rule = trace["settings"], trace.get("rule")
+    if not isinstance(rule, dict) or not {"name", "lossless", "greedy"} <= rule.keys():
+        raise InvalidRequest(f"the recording is damaged: it names no rule: {rule!r}")
     named = [str(settings[name]) for name in ("drafter", "model") if settings.get(name)]
     return _page(f"Speculative decoding, step by step{': ' if named else ''}{' on '.join(named)}", {"trace": trace})
 

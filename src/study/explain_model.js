@@ -60,7 +60,7 @@ const model = (() => {
     }));
     const plain = Array.from({ length: tokens }, (_, step) => ({ begin: step, end: step + 1, first: step, count: 1 }));
     const pieces = Array.from({ length: tokens }, (_, position) => word(position));
-    return { prompt: "", pieces, plainPieces: pieces, rounds, plain, unit: "passes" };
+    return { prompt: "", pieces, plainPieces: pieces, rounds, plain, same: true, unit: "passes" };
   };
 
   const spelled = (pieces, tokens) => pieces.map((piece, index) => (piece === null ? " #" + tokens[index] : piece));
@@ -92,6 +92,7 @@ const model = (() => {
       plainPieces: bare ? spelled(bare.pieces, bare.tokens) : [],
       rounds: roundsOf(trace.rounds, key),
       plain: bare ? roundsOf(trace.plain.rounds, key) : [],
+      same: Boolean(bare) && JSON.stringify(bare.tokens) === JSON.stringify(row.tokens),
       unit: "seconds",
     };
   };

@@ -55,6 +55,11 @@ const show = (document) => {
       says.push("theory, on average: " + model.expectedTokens(alpha, gamma).toFixed(2) + " tokens a round, " +
         model.expectedSpeedup(alpha, gamma, c).toFixed(2) + "x");
     }
+    if (data.trace) {
+      const { name, lossless, greedy } = data.trace.rule;
+      says.push("rule " + name + (lossless ? "" : ", lossy: the text is not the target's own") +
+        (greedy ? "; at temperature 0 the likeliest token of p is taken" : ""));
+    }
     at("facts").textContent = says.join("; ") + ".";
   };
 
@@ -227,7 +232,8 @@ const show = (document) => {
       others += one.count;
     }
     at("count-drafted").textContent = count + " of " + run.pieces.length + " tokens";
-    at("count-plain").textContent = run.plain.length ? others + " of " + run.plainPieces.length + " tokens" : "not recorded";
+    at("count-plain").textContent = run.plain.length ? others + " of " + run.plainPieces.length + " tokens; in the end " + (run.same ? "the same text" : "another text")
+      : "not recorded";
     mine.scrollTop = mine.scrollHeight;
     bare.scrollTop = bare.scrollHeight;
   };

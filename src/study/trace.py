@@ -89,7 +89,7 @@ def record(
         "version": VERSION,
         "settings": _plain({**(about or {}), "batch_size": batch_size, **settings}),
         "environment": _plain(environment(decoder.target)),
-        "vocabulary": decoder.target.vocabulary_size,
+        "rule": _describe(decoder.engine(done).rule, done),
         "rows": [_row(row, decoder.target) for row in done],
         "rounds": taken,
         "seconds": asdict(seconds),
@@ -97,7 +97,7 @@ def record(
     }
     if plain:
         bare = Decoder(decoder.target, registry=decoder.registry)
-        done_plainly, plain_seconds, plainly = _run(bare, many, batch_size, settings, 0, _rule_of(decoder, done))
+        done_plainly, plain_seconds, plainly = _run(bare, many, batch_size, settings, 0, decoder.engine(done).rule)
         trace["plain"] = {
             "rows": [_row(row, decoder.target) for row in done_plainly],
             "rounds": plainly,
@@ -138,7 +138,9 @@ def load_trace(path: str | Path) -> Trace:
             f"{str(path)!r} is a recording of version {held.get('version')!r}; this release reads version {VERSION}: "
             "record the run again"
         )
-    if missing := [name for name in ("settings", "environment", "rows", "rounds", "seconds") if name not in held]:
+    if missing := [
+        name for name in ("settings", "environment", "rule", "rows", "rounds", "seconds") if name not in held
+    ]:
         raise InvalidRequest(f"the recording {str(path)!r} lacks {missing[0]!r}")
     return held
 
@@ -164,8 +166,10 @@ class _Ear:
             self._logits = None
 
 
-def _rule_of(decoder: Decoder, rows: Sequence[Row]) -> Rule:
-    return decoder.engine(rows).rule
+def _describe(rule: Rule, rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns what a reader must know of the rule that `auto` may have chosen, and whether the texts are drawn."""
+    greedy = all(row.pipeline.greedy for row in rows)
+    return {"name": type(rule).__name__, "lossless": rule.lossless, "greedy": greedy}
 
 
 def _run(

@@ -131,6 +131,7 @@ def test_the_page_sees_the_run_that_was_recorded(trace):
     }})));"""
     for row, seen in zip(trace["rows"], node(explain_trace(trace), code), strict=True):
         run, steps = seen["run"], seen["steps"]
+        assert run["same"] == (row["tokens"] == trace["plain"]["rows"][row["row"]]["tokens"])
         assert run["pieces"] == row["pieces"] and run["prompt"] == row["prompt_text"]
         for rounds, tokens in (
             (run["rounds"], row["tokens"]),
@@ -210,6 +211,7 @@ def test_a_damaged_recording_is_refused(trace):
     entry = ["rounds", 2, "rows", 0]
     for path, value in (
         (["rows"], []),
+        (["rule"], None),
         (["rows", 0, "tokens"], [1]),
         (["rows", 0, "pieces"], ["a"]),
         (["rounds", 2, "at"], -1.0),

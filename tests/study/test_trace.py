@@ -159,6 +159,9 @@ def test_settings_and_environment_are_written_down(target):
     settings = done.trace["settings"]
     assert settings["drafter"] == "x" and settings["eos_token_id"] == [] and "Third" in str(settings)
     assert done.trace["environment"]["versions"]["torch"] == torch.__version__
+    assert done.trace["rule"] == {"name": "Greedy", "lossless": True, "greedy": True}
+    lossy = record(Decoder(target, rule="typical"), [5, 6, 7], temperature=1.0, max_new_tokens=3, **FREE).trace
+    assert lossy["rule"] == {"name": "Typical", "lossless": False, "greedy": False}
     assert done.trace["rows"][0]["stop_reason"] == "criteria" and len(done.texts[0].tokens) == 3
 
 
