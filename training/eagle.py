@@ -295,31 +295,38 @@ def start_from_block(head: AnyHead, target: Target) -> None:
     """
     block, name = target.blocks[-1], type(target.blocks[-1]).__name__
     norms = ("input_layernorm", "post_attention_layernorm")
-    linears = [f"self_attn.{one}_proj" for one in "qkvo"] + [f"mlp.{one}_proj" for one in ("gate", "up", "down")]
+    reading = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    inner: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    writing = ("self_attn.o_proj", "mlp.down_proj")
+    linears = (*reading, *inner, *writing)
     found = {part for part, _ in block.named_parameters()}
     if strange := sorted(found ^ {f"{part}.weight" for part in (*norms, *linears)}):
         raise UnsupportedModel(f"the target's {name} is not built as a Llama's ({strange[0]}); use start='feature'")
     if any(type(block.get_submodule(part)) is not nn.Linear for part in linears):
         raise UnsupportedModel(f"the matrices of the target's {name} are quantised or adapted; use start='feature'")
     width = head.config.hidden_size
-    gains = [_gain(block.get_submodule(norm), width) for norm in norms]
-    final = _gain(getattr(target.decoder, "norm", None), width)
-    if final is None or gains[0] is None or gains[1] is None:
+    before, between, final = (
+        _gain(norm, width) for norm in (*map(block.get_submodule, norms), getattr(target.decoder, "norm", None))
+    )
+    if before is None or between is None or final is None:
         raise UnsupportedModel(f"the norms of the target's {name} are not RMS norms; use start='feature'")
-    first = isinstance(head, EagleHead)
-    layer: Any = head.layers[0] if isinstance(head, EagleHead) else head.midlayer
-    # Small gains of the final norm are not undone in full: what they let through is mostly noise.
-    undone = 1.0 / final.clamp(min=float(final.abs().mean()) / 10) if first else torch.ones_like(final)
-    for part in linears:
-        weight = block.get_submodule(part).weight.detach().to(head.dtype)  # type: ignore[operator]
-        own = layer.get_submodule(part).weight
-        if part[-6:] in ("q_proj", "k_proj", "v_proj"):
-            own.zero_()[:, -width:] = weight * (gains[0] * undone if first else 1.0)
-        elif part[-6:] not in ("o_proj", "n_proj") or not first:
-            own.copy_(weight)
-    layer.post_attention_layernorm.weight.copy_(gains[1] * undone)
     if isinstance(head, Eagle3Head):
-        head.midlayer.hidden_norm.weight.copy_(gains[0])
+        layer: Any = head.midlayer
+        layer.hidden_norm.weight.copy_(before)
+        entry, copied = before.new_ones(()), inner + writing
+    else:
+        layer, copied = head.layers[0], inner
+        # Small gains of the final norm are not undone in full: what they let through is mostly noise.
+        undone = 1.0 / final.clamp(min=float(final.abs().mean()) / 10)
+        entry, between = before * undone, between * undone
+    for part in (*reading, *copied):
+        weight, own = block.get_submodule(part).weight, layer.get_submodule(part).weight
+        if part in reading:
+            own.zero_()
+            own[:, -width:].copy_(weight.to(own) * entry)  # type: ignore[operator]
+        else:
+            own.copy_(weight)
+    layer.post_attention_layernorm.weight.copy_(between)
 
 
 def _gain(norm: nn.Module | None, width: int) -> Tensor | None:
