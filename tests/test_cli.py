@@ -289,7 +289,9 @@ def test_help_names_every_command():
 def test_an_interrupted_study_exits_130_and_goes_on(tiny, tmp_path):
     place = tmp_path / "study"
     arguments = ["compare", tiny, "prompt-lookup", "--out", str(place), "--max-new-tokens", "24", "--repeats", "60"]
-    code = f"from draftwood.cli import main; import sys; sys.argv = ['draftwood', *{arguments!r}]; main()"
+    # A test run that was started in the background ignores interrupts, and so would its children.
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heeding}; from draftwood.cli import main; import sys; sys.argv = ['draftwood', *{arguments!r}]; main()"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     results = place / "results.jsonl"
     deadline = time.monotonic() + 120
