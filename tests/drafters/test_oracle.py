@@ -73,6 +73,8 @@ def test_rows_do_not_depend_on_their_neighbours(target, plain):
     together = run(target, drafter, batch_size=3)
     apart = run(target, drafter, batch_size=1)
     assert [one.stats.accepted_by_depth for one in together] == [one.stats.accepted_by_depth for one in apart]
+    twins = run(target, Oracle(continuation=plain[0], alpha=0.5, gamma=3, seed=4), [PROMPTS[0], PROMPTS[0]])
+    assert twins[0].tokens == twins[1].tokens and twins[0].stats.rounds != twins[1].stats.rounds
     other = run(target, Oracle(continuation=plain, alpha=0.5, gamma=3, seed=5))
     assert [one.stats.accepted_by_depth for one in other] != [one.stats.accepted_by_depth for one in apart]
 
