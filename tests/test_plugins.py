@@ -132,7 +132,9 @@ def test_extras_are_added_and_their_errors_raise() -> None:
 
 
 def test_a_merge_by_name_keeps_to_its_budget():
-    merged = plugins.load_registry().create_drafter("lookahead+prompt-lookup", {"budget": 7, "lookahead": {"window": 3}})
+    merged = plugins.load_registry().create_drafter(
+        "lookahead+prompt-lookup", {"budget": 7, "lookahead": {"window": 3}}
+    )
     assert merged.budget == 7
     with pytest.raises(InvalidRequest, match="budget must be a whole number >= 1, or None for no limit, got 0"):
         plugins.load_registry().create_drafter("lookahead+prompt-lookup", {"budget": 0})

@@ -5,6 +5,7 @@ Every figure is small enough to be read on a phone and in a paper's column.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from io import BytesIO, StringIO
@@ -181,7 +182,7 @@ def _rates(axes: Axes, rows: Sequence[Row], rates: Sequence[Sequence[float]], la
     palette = colours(rows)
     for row, heights in zip(rows, rates, strict=True):
         places = range(1, len(heights) + 1)
-        axes.plot(places, heights, "o-", color=palette[row.drafter], markersize=4, label=row.drafter)
+        axes.plot(places, heights, "o-", color=palette[row.drafter], markersize=4, label=_lines(row.drafter))
     axes.set_ylim(0, 1.05)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(label)
@@ -190,13 +191,13 @@ def _rates(axes: Axes, rows: Sequence[Row], rates: Sequence[Sequence[float]], la
 
 
 def _time_split(axes: Axes, rows: Sequence[Row]) -> None:
-    names = [row.drafter for row in rows]
+    names = [_lines(row.drafter) for row in rows]
     left = [0.0] * len(rows)
     for phase, colour in _PHASES.items():
         widths = [1e3 * row.seconds_per_round[phase] / (row.tau or 1.0) for row in rows]
         axes.barh(range(len(rows)), widths, left=left, color=colour, label=phase, height=0.65)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(rows)), names)
+    axes.set_yticks(range(len(rows)), names, fontsize=6 if _long(rows) else None)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("ms a token")
@@ -217,7 +218,9 @@ def _widths(axes: Axes, rows: Sequence[Row]) -> None:
     single = next(row.seconds_by_width[1] for row in rows if row.drafter == "none")
     for row in rows:
         costs = {width: seconds / single for width, seconds in row.seconds_by_width.items()}
-        axes.plot(list(costs), list(costs.values()), "o", color=palette[row.drafter], markersize=4, label=row.drafter)
+        axes.plot(
+            list(costs), list(costs.values()), "o", color=palette[row.drafter], markersize=4, label=_lines(row.drafter)
+        )
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -233,7 +236,7 @@ def _against_theory(axes: Axes, rows: Sequence[Row]) -> None:
         predicted, measured = row.theory.speedup if row.theory else 0.0, row.speedup or 0.0
         low, high = row.interval or (measured, measured)
         axes.plot([predicted, predicted], [low, high], color=palette[row.drafter], linewidth=2, alpha=0.5)
-        axes.plot(predicted, measured, "o", color=palette[row.drafter], label=row.drafter)
+        axes.plot(predicted, measured, "o", color=palette[row.drafter], label=_lines(row.drafter))
         top = max(top, predicted, high)
     axes.plot([0, top * 1.1], [0, top * 1.1], color="black", linewidth=1)
     axes.set_xlim(0, top * 1.1)
@@ -247,9 +250,21 @@ def _legend(axes: Axes, rows: Sequence[Row]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], color=colour, marker="o", label=name) for name, colour in colours(rows).items() if name != "none"
+        Line2D([], [], color=colour, marker="o", label=_lines(name))
+        for name, colour in colours(rows).items()
+        if name != "none"
     ]
     axes.figure.legend(handles=handles, fontsize=8, loc="outside upper center", ncols=1 if _long(rows) else 2)
+
+
+def _lines(name: str, width: int = 34) -> str:
+    """Returns a drafter's name over several lines, broken behind marks, so that room is left to draw in."""
+    lines = [""]
+    for part in re.split(r"(?<=[:,+/=])", name):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _long(rows: Sequence[Row]) -> bool:

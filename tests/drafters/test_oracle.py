@@ -37,7 +37,10 @@ def run(target, drafter, prompts=PROMPTS, length=LENGTH, **options):
     return Decoder(target, drafter).generate(prompts, max_new_tokens=length, **FREE, **options)
 
 
-@pytest.mark.parametrize(("alpha", "gamma"), [(0.3, 2), (0.6, 3), (0.8, 4)])
+@pytest.mark.parametrize(
+    ("alpha", "gamma"),
+    [pytest.param(0.3, 2, marks=pytest.mark.slow), pytest.param(0.6, 3, marks=pytest.mark.slow), (0.8, 4)],
+)
 def test_tau_is_what_theory_says(target, alpha, gamma):
     length = 600
     text = Decoder(target).generate(PROMPTS[0], max_new_tokens=length, **FREE).tokens

@@ -182,3 +182,11 @@ def test_the_page_fits_a_desktop_and_a_phone(saved, tmp_path, width):
     assert int(found[1]) == width
     assert int(found[2]) <= width, "the page is wider than its window"
     assert found[3] == "true", "a figure did not load"
+
+
+def test_long_names_of_drafters_leave_room_to_draw_in():
+    from draftwood.study.plots import _lines
+
+    name = "lookahead+prompt-lookup:lookahead.window=3,lookahead.ngram=3,prompt-lookup.gamma=12"
+    assert _lines("prompt-lookup") == "prompt-lookup"
+    assert _lines(name).replace("\n", "") == name and max(map(len, _lines(name).split("\n"))) <= 34
