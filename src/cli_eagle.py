@@ -10,12 +10,32 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli_common import Device, DType, JsonFlag, Model, out, print_json, progress_bar, remark
-from .cli_data import Data, LimitTokens, read_sequences
-from .cli_heads import Cache, DraftVocabulary, EvalFraction, Init, Output, Steps
-from .cli_heads import _held_out as held_out
+from .cli_common import Device, DType, JsonFlag, Model
+from .cli_data import (
+    Accumulate,
+    BatchSize,
+    Cache,
+    CheckpointEvery,
+    Clip,
+    Data,
+    DraftVocabulary,
+    EvalEvery,
+    EvalFraction,
+    Init,
+    Length,
+    LimitTokens,
+    Nodes,
+    Output,
+    Steps,
+    Tensorboard,
+    WeightDecay,
+    block_numbers,
+    head_figures,
+    held_out,
+    read_sequences,
+    run_training,
+)
 from .cli_study import Seed, load_target
-from .core.errors import InvalidRequest
 
 
 class Version(StrEnum):
@@ -75,10 +95,10 @@ def eagle(
         float | None, typer.Option(help="Of the cross-entropy.  [default: 0.1, or 1 for EAGLE-3]")
     ] = None,
     recompute: Annotated[bool, typer.Option(help="Run steps twice, to save memory.")] = False,
-    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
+    length: Length = 512,
     limit_tokens: LimitTokens = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences in a forward.")] = 8,
-    accumulate: Annotated[int, typer.Option(help="Forwards in a step.")] = 1,
+    batch_size: BatchSize = 8,
+    accumulate: Accumulate = 1,
     learning_rate: Annotated[
         float | None,
         typer.Option(help="At its highest, before it falls on a cosine.  [default: 3e-5, or 5e-5 for EAGLE-3]"),
@@ -86,19 +106,19 @@ def eagle(
     warmup: Annotated[
         int | None, typer.Option(help="Steps in which the learning rate rises.  [default: one in 20, at most 2000]")
     ] = None,
-    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.0,
-    clip: Annotated[float, typer.Option(help="Longest norm of the gradient.")] = 0.5,
+    weight_decay: WeightDecay = 0.0,
+    clip: Clip = 0.5,
     seed: Seed = 0,
     eval_fraction: EvalFraction = 0.05,
-    eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0 is at the end only.")] = 0,
+    eval_every: EvalEvery = 0,
     depth: Annotated[int, typer.Option(help="Tokens ahead that are measured.")] = 5,
-    nodes: Annotated[int, typer.Option(help="Size of the tree whose expected tau is told.")] = 12,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    nodes: Nodes = 12,
+    checkpoint_every: CheckpointEvery = 100,
     cache: Cache = None,
     layout: Annotated[
         Layout, typer.Option(help="Files to write: the EAGLE authors', or vLLM's for EAGLE-3.")
     ] = Layout.yuhuili,
-    tensorboard: Annotated[bool, typer.Option(help="Also write the log for tensorboard.")] = False,
+    tensorboard: Tensorboard = False,
     dtype: DType = None,
     device: Device = None,
     json_output: JsonFlag = False,
@@ -111,7 +131,7 @@ def eagle(
         int(version.value),
         unroll,
         decay,
-        _layers(feature_layers),
+        block_numbers("--feature-layers", "2,15,27", feature_layers),
         draft_vocabulary,
         start.value,
         feature_weight,
@@ -129,39 +149,12 @@ def eagle(
     )
     target = load_target(model, dtype, device)
     sequences = read_sequences(data, target, length, limit_tokens)
-    last: dict[str, Any] = {}
-    with progress_bar() as progress:
 
-        def on_step(entry: dict[str, Any]) -> None:
-            last.update(entry)
-            progress(entry["step"], steps, _figures(last))
+    def run(told: dict[str, Any]) -> None:
+        kept: dict[str, Any] = {"cache": cache, "layout": layout.value, "base_model": model, "tensorboard": tensorboard}
+        train_eagle(target, sequences, output, schedule, recipe, init=init, **kept, **told)
 
-        def on_features(done: int, total: int) -> None:
-            progress(done, total, "features")
-
-        options: dict[str, Any] = {"init": init, "cache": cache, "layout": layout.value, "base_model": model}
-        options |= {"tensorboard": tensorboard, "on_step": on_step, "on_features": on_features}
-        try:
-            train_eagle(target, sequences, output, schedule, recipe, **options)
-        except OSError as error:
-            raise InvalidRequest(f"cannot keep the training in {str(output)!r}: {error}") from error
-    if json_output:
-        print_json({"directory": str(output), **last})
-        return
-    remark(f"use it with draftwood generate {model} PROMPT --drafter eagle --option checkpoint={output}")
-    out.print(str(output), markup=False, soft_wrap=True)
-
-
-def _layers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise InvalidRequest(f"--feature-layers takes numbers of blocks such as 2,15,27, got {text!r}") from error
-
-
-def _figures(last: dict[str, Any]) -> str:
-    """What stands beside the bar: of the latest step, and of the latest evaluation."""
-    text = f"loss {last['loss']:.3f}, top-1 {last['step 1 top-1']:.1%}"
-    return text if "evaluation" not in last else f"{text}, tau {last['evaluation']['expected tau']:.2f}"
+    use = f"draftwood generate {model} PROMPT --drafter eagle --option checkpoint={output}"
+    run_training(
+        output, run, lambda _, last: (steps, head_figures("step 1 top-1", last)), use=use, json_output=json_output
+    )

@@ -15,7 +15,23 @@ import typer
 
 from . import cli_distil
 from .cli_common import Device, DType, JsonFlag, Model, out, print_json, progress_bar, remark
-from .cli_data import Data, LimitTokens, read_sequences
+from .cli_data import (
+    Accumulate,
+    BatchSize,
+    CheckpointEvery,
+    Clip,
+    Data,
+    LearningRate,
+    Length,
+    LimitTokens,
+    Output,
+    Steps,
+    Warmup,
+    WeightDecay,
+    block_numbers,
+    read_sequences,
+    run_training,
+)
 from .cli_study import ChatFlag, Limit, Prompts, Seed, load_target
 from .core.errors import InvalidRequest
 from .core.target import Target
@@ -40,7 +56,7 @@ class Objective(StrEnum):
     speed = "speed"
 
 
-Output = Annotated[
+FoundFile = Annotated[
     Path,
     typer.Option("--out", help="File for the drafter. Its trials lie beside it: the same command goes on with them."),
 ]
@@ -54,7 +70,7 @@ Gamma = Annotated[int, typer.Option(help="Most tokens in a draft.")]
 @search.command("layer-skip")
 def layer_skip(
     model: Model,
-    output: Output,
+    output: FoundFile,
     prompts: Prompts = None,
     limit: Limit = None,
     trials: Annotated[int, typer.Option(help="Sets to try, those of an earlier call included.")] = 200,
@@ -76,7 +92,7 @@ def layer_skip(
 @search.command("early-exit")
 def early_exit(
     model: Model,
-    output: Output,
+    output: FoundFile,
     prompts: Prompts = None,
     limit: Limit = None,
     trials: Annotated[
@@ -97,19 +113,12 @@ def early_exit(
     _search("early-exit", "exit_layer", model, output, prompts, limit, chat, objective, settings, loading, json_output)
 
 
-@train.callback()
-def _train() -> None:
-    """Keeps the one command a sub-command."""
-
-
 @train.command("layer-skip")
-def train_layer_skip(
+def layer_skip_training(
     model: Model,
     data: Data,
-    output: Annotated[
-        Path, typer.Option("--out", help="Directory to make. A stopped run goes on when its command is repeated.")
-    ],
-    steps: Annotated[int, typer.Option(help="Updates of the weights.")],
+    output: Output,
+    steps: Steps,
     exit_layers: Annotated[
         str | None, typer.Option(help="Blocks behind which to exit, such as 4,8,12.  [default: every one from 2]")
     ] = None,
@@ -117,56 +126,42 @@ def train_layer_skip(
     e_scale: Annotated[float, typer.Option(help="How much early exits count beside the last layer.")] = 0.2,
     curriculum: Annotated[Curriculum, typer.Option(help="Which exits a step learns.")] = Curriculum.rotational,
     rotation: Annotated[int, typer.Option(help="Of the rotational curriculum: every which exit a step learns.")] = 8,
-    length: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 512,
+    length: Length = 512,
     limit_tokens: LimitTokens = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences in a forward.")] = 4,
-    accumulate: Annotated[int, typer.Option(help="Forwards in a step.")] = 1,
-    learning_rate: Annotated[float, typer.Option(help="At its highest, before it falls on a cosine.")] = 2e-5,
-    warmup: Annotated[int, typer.Option(help="Steps in which the learning rate rises.")] = 0,
-    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.0,
-    clip: Annotated[float, typer.Option(help="Longest norm of the gradient.")] = 1.0,
+    batch_size: BatchSize = 4,
+    accumulate: Accumulate = 1,
+    learning_rate: LearningRate = 2e-5,
+    warmup: Warmup = 0,
+    weight_decay: WeightDecay = 0.0,
+    clip: Clip = 1.0,
     seed: Seed = 0,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    checkpoint_every: CheckpointEvery = 100,
     dtype: Annotated[str | None, typer.Option(help="Type of weights and optimizer: float32 or bfloat16.")] = None,
     device: Device = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Fine-tune a model so that its early exits draft well (LayerSkip), for the drafter `early-exit`."""
-    from .training.layer_skip import Recipe
-    from .training.layer_skip import train_layer_skip as run
+    from .training.layer_skip import Recipe, train_layer_skip
     from .training.loop import Schedule
 
-    recipe = Recipe(_layers(exit_layers), p_max, e_scale, curriculum.value, rotation)
+    recipe = Recipe(block_numbers("--exit-layers", "4,8,12", exit_layers), p_max, e_scale, curriculum.value, rotation)
     schedule = Schedule(
         steps, batch_size, accumulate, learning_rate, warmup, weight_decay, clip, seed, checkpoint_every
     )
     target = load_target(model, dtype, device)
     sequences = read_sequences(data, target, length, limit_tokens)
-    last: dict[str, Any] = {}
-    with progress_bar() as progress:
 
-        def on_step(entry: dict[str, Any]) -> None:
-            last.update(entry)
-            progress(entry["step"], steps, f"loss {entry['loss']:.3f}")
+    def run(told: dict[str, Any]) -> None:
+        on_step = told["on_step"]
+        train_layer_skip(target.model, sequences, output, schedule, recipe, tokenizer=target.tokenizer, on_step=on_step)
 
-        try:
-            run(target.model, sequences, output, schedule, recipe, tokenizer=target.tokenizer, on_step=on_step)
-        except OSError as error:
-            raise InvalidRequest(f"cannot keep the training in {str(output)!r}: {error}") from error
-    if json_output:
-        print_json({"directory": str(output), **last})
-        return
-    remark(f"use it with draftwood generate {output} PROMPT --drafter early-exit --option exit_layer=...")
-    out.print(str(output), markup=False, soft_wrap=True)
-
-
-def _layers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise InvalidRequest(f"--exit-layers takes numbers of blocks such as 4,8,12, got {text!r}") from error
+    run_training(
+        output,
+        run,
+        lambda entry, _: (steps, f"loss {entry['loss']:.3f}"),
+        use=f"draftwood generate {output} PROMPT --drafter early-exit --option exit_layer=...",
+        json_output=json_output,
+    )
 
 
 def _search(

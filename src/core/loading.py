@@ -64,7 +64,7 @@ def load_model(
     if source == DEMO_MODEL and dtype is None and device is None and emulates_bfloat16():
         dtype = torch.float32
     place = None if device is None else _parse_device(device)
-    options |= {"dtype": _parse_dtype(dtype)}
+    options |= {"dtype": parse_dtype(dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     model, tokenizer = _load(source, options)
@@ -231,7 +231,12 @@ def _cache_directory() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "draftwood" / "gguf"
 
 
-def _parse_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
+def parse_dtype(dtype: str | torch.dtype | None) -> str | torch.dtype:
+    """Returns a floating-point type by its name; `"auto"`, the type of the stored weights, for None.
+
+    Raises:
+        InvalidRequest: there is no such type, or it is none of floating point.
+    """
     if dtype is None or dtype == "auto":
         return "auto"
     parsed = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
