@@ -5,7 +5,6 @@ A run may be killed at any moment: what is there is whole, and of one run. The m
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -139,15 +138,6 @@ class Record:
             raise InvalidRequest(f"{place!r} holds a run of another model; delete it, or give another output")
         set_state_dict(model, _bare(optimizer), model_state_dict=weights, optim_state_dict=state, options=self._options)
         return step, seconds
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Returns a digest of a part of every weight, and of its type: enough to tell one model from another."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        start = parameter.detach().flatten()[:256].cpu().contiguous().view(torch.uint8)
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode() + start.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:

@@ -326,3 +326,34 @@ def split(data: Sequences, held: int | float, seed: int = 0) -> tuple[Sequences,
     shuffled = torch.randperm(len(data), generator=torch.Generator().manual_seed(mixed_seed(seed)))
     out, rest = shuffled[: int(count)].sort().values, shuffled[int(count) :].sort().values
     return Sequences(data.tokens[rest], data.learnt[rest]), Sequences(data.tokens[out], data.learnt[out])
+
+
+def frequent_tokens(data: Sequences, count: int, vocabulary: int) -> Tensor:
+    """Returns the tokens that are learnt most often, of equally frequent ones the lower ids.
+
+    Args:
+        data: where they are counted.
+        count: how many.
+        vocabulary: number of token ids.
+
+    Returns:
+        [count] int64, in the order of their ids.
+
+    Raises:
+        InvalidRequest: more tokens than there are.
+    """
+    if count > vocabulary:
+        raise InvalidRequest(f"draft_vocabulary must be <= {vocabulary}, the size of the vocabulary, got {count}")
+    occurrences = torch.bincount(data.tokens[data.learnt], minlength=vocabulary)
+    return occurrences.argsort(descending=True, stable=True)[:count].sort().values
+
+
+def check_vocabulary(data: Sequences, size: int) -> None:
+    """Refuses tokens that a model of `size` token ids does not have.
+
+    Raises:
+        InvalidRequest: there are such.
+    """
+    largest = int(data.tokens.max())
+    if largest >= size:
+        raise InvalidRequest(f"the data holds token {largest}, outside the target's vocabulary of {size}")

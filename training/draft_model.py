@@ -8,7 +8,6 @@ no tokenizer and no tree; the drafter `draft-model` loads what it saves as it lo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -23,12 +22,12 @@ from draftwood.core.anatomy import find_decoder
 from draftwood.core.checks import real_number, whole_number
 from draftwood.core.errors import InvalidRequest
 from draftwood.core.target import Target
-from draftwood.core.views import _Given, head_of
+from draftwood.core.views import head_alone, head_of
 from draftwood.study.theory import expected_tokens
 
-from .checkpoint import fingerprint
-from .data import Batch, Sequences, split
-from .features import CachedFeatures, FeatureSource, OnlineFeatures
+from .data import Batch, Sequences, check_vocabulary, split
+from .features import FeatureSource, feature_sources
+from .fingerprint import fingerprint
 from .loop import Figures, Objective, Schedule, held_out, train
 from .output import new_output, publish
 from .student import make_student, spread
@@ -120,23 +119,12 @@ def train_draft_model(
     """
     recipe = recipe or DraftModelRecipe()
     output, working = new_output(output)
-    if (largest := int(data.tokens.max())) >= target.vocabulary_size:
-        raise InvalidRequest(f"the data holds token {largest}, outside the target's {target.vocabulary_size}")
+    check_vocabulary(data, target.vocabulary_size)
     learnt, held = split(data, recipe.held_out, schedule.seed) if recipe.held_out else (data, None)
     counts = torch.bincount(learnt.tokens.flatten(), minlength=target.vocabulary_size)
     kept = recipe.blocks(target.layers)
     student = make_student(target, kept, recipe.width, counts)
-    source: FeatureSource = OnlineFeatures(target, ["last"])
-    measuring = source
-    if cache is not None:
-        parts = {"training": learnt} | ({} if held is None else {"held-out": held})
-        built = {
-            name: CachedFeatures.build(
-                target, ["last"], part, Path(cache) / name, dtype=target.dtype, on_progress=on_features
-            )
-            for name, part in parts.items()
-        }
-        source, measuring = built["training"], built.get("held-out", source)
+    source, measuring = feature_sources(target, ["last"], learnt, held, cache, on_features)
     setup = {"recipe": asdict(recipe), "keep_layers": kept, "model": fingerprint(target.model)}
     objective = Distillation(student, source, target, recipe)
     evaluate = None if held is None else _evaluation(Distillation(student, measuring, target, recipe), held, schedule)
@@ -278,15 +266,8 @@ def _live_head(student: PreTrainedModel) -> tuple[Head, list[nn.Parameter]]:
 
     `core.views.head_of` gives no gradient to the head; a student's head learns.
     """
-    decoder = find_decoder(student)
-    shared: dict[int, Any] = {id(part): part for part in (*student.parameters(), *student.buffers())}
-    shared[id(student.config)], shared[id(decoder)] = student.config, _Given()
-    twin: PreTrainedModel = copy.deepcopy(student, shared)
-
-    def head(hidden: Tensor) -> Tensor:
-        logits: Tensor = twin(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
-        return logits
-
+    own = (*student.parameters(), *student.buffers(), student.config)
+    head, twin = head_alone(student, find_decoder(student), {id(part): part for part in own})
     return head, list(twin.parameters())
 
 

@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,12 +30,11 @@ from draftwood.drafters.eagle.formats import load_head, save_head
 from draftwood.drafters.eagle.network import Eagle3Head, EagleHead
 from draftwood.drafters.medusa.network import lm_head_rows
 
-from .checkpoint import fingerprint
-from .data import Sequences, split
+from .data import Sequences, frequent_tokens, split
 from .eagle_losses import EagleObjective, Evaluation, Weights, feature_names
-from .features import CachedFeatures, FeatureSource, OnlineFeatures
+from .features import check_data, feature_sources
+from .fingerprint import fingerprint
 from .loop import Schedule, train
-from .medusa import check_data, frequent_tokens
 from .output import new_output, publish
 
 Start = Literal["feature", "block", "random"]
@@ -170,7 +168,7 @@ def train_eagle(
     check_lengths(learnt, unroll, "training")
     check_lengths(held, recipe.depth, "held-out")
     head = make_head(target, learnt, recipe, init, seed=schedule.seed)
-    sources = _sources(target, head, (learnt, held), cache, on_features)
+    sources = feature_sources(target, feature_names(head), learnt, held, cache, on_features)
     teacher = head_of(target)
     setup = {
         "recipe": asdict(recipe)
@@ -353,26 +351,6 @@ def check_lengths(data: Sequences, steps: int, name: str) -> None:
                 f"nothing of the {name} data is to be learnt by step {step + 1}, which guesses what is {2 + step} "
                 "places or more into a sequence; give more or longer texts, or fewer steps"
             )
-
-
-def _sources(
-    target: Target,
-    head: AnyHead,
-    parts: tuple[Sequences, Sequences],
-    cache: str | Path | None,
-    on_features: Callable[[int, int], None] | None,
-) -> list[FeatureSource]:
-    """Where training and held-out data have their features from."""
-    names = feature_names(head)
-    if cache is None:
-        return [OnlineFeatures(target, names)] * 2
-    # A launcher's processes share the work on the features too.
-    accelerator = Accelerator() if "LOCAL_RANK" in os.environ else None
-    build = partial(CachedFeatures.build, target, names, dtype=target.dtype, on_progress=on_features)
-    return [
-        build(part, Path(cache) / name, accelerator=accelerator)
-        for part, name in zip(parts, ("training", "held-out"), strict=True)
-    ]
 
 
 def _drafted(head: AnyHead) -> int:

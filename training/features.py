@@ -27,8 +27,8 @@ from draftwood.core.drafter import FeatureName
 from draftwood.core.errors import InvalidCheckpoint, InvalidRequest
 from draftwood.core.target import Target
 
-from .checkpoint import fingerprint
-from .data import Batch, Sequences
+from .data import Batch, Sequences, check_vocabulary
+from .fingerprint import fingerprint
 
 MANIFEST = "features.json"
 Progress = Callable[[int, int], None]
@@ -192,6 +192,54 @@ class CachedFeatures:
         if accelerator is not None:
             accelerator.wait_for_everyone()
         return cls(directory)
+
+
+def feature_sources(
+    target: Target,
+    names: Sequence[FeatureName],
+    learnt: Sequences,
+    held: Sequences | None,
+    cache: str | Path | None,
+    on_progress: Progress | None = None,
+) -> tuple[FeatureSource, FeatureSource]:
+    """Returns where training data and held-out data have their features from.
+
+    Args:
+        target: whose features.
+        names: which.
+        learnt: what is trained on.
+        held: what is measured on, if anything is.
+        cache: directory to keep the features in, in the target's type; None computes them as they are needed.
+        on_progress: called while they are computed, with sequences done and their number.
+
+    Raises:
+        InvalidRequest: the directory holds features of another model or of other data.
+        InvalidCheckpoint: it cannot be read.
+    """
+    online = OnlineFeatures(target, names)
+    if cache is None:
+        return online, online
+    # A launcher's processes share the work.
+    accelerator = Accelerator() if "LOCAL_RANK" in os.environ else None
+
+    def build(part: Sequences, name: str) -> FeatureSource:
+        place = Path(cache) / name
+        return CachedFeatures.build(
+            target, names, part, place, dtype=target.dtype, on_progress=on_progress, accelerator=accelerator
+        )
+
+    return build(learnt, "training"), online if held is None else build(held, "held-out")
+
+
+def check_data(data: Sequences, target: Target) -> None:
+    """Refuses tokens that the target does not have, and a type that heads cannot be trained in.
+
+    Raises:
+        InvalidRequest: either.
+    """
+    if target.dtype == torch.float16:
+        raise InvalidRequest("float16 gradients underflow; load the target as bfloat16 or float32")
+    check_vocabulary(data, target.vocabulary_size)
 
 
 def checked_names(target: Target, names: Sequence[FeatureName]) -> tuple[FeatureName, ...]:

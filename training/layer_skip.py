@@ -25,8 +25,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftwood.core.anatomy import find_blocks, find_decoder
 from draftwood.core.errors import InvalidRequest, UnsupportedModel
 
-from .checkpoint import fingerprint
-from .data import Batch, Sequences
+from .data import Batch, Sequences, check_vocabulary
+from .fingerprint import fingerprint
 from .loop import Figures, Objective, Schedule, train
 from .output import new_output, publish
 
@@ -148,9 +148,7 @@ def train_layer_skip(
     if model.dtype == torch.float16:
         raise InvalidRequest("float16 weights lose small updates to underflow; load the model as bfloat16 or float32")
     embeddings: Any = model.get_input_embeddings()
-    largest, known = int(data.tokens.max()), embeddings.weight.shape[0]
-    if largest >= known:
-        raise InvalidRequest(f"the data holds token {largest}, outside the model's vocabulary of {known}")
+    check_vocabulary(data, embeddings.weight.shape[0])
 
     student: PreTrainedModel = copy.deepcopy(model).requires_grad_(True)
     student.train(False)

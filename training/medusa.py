@@ -7,16 +7,12 @@ are saved in the target's. The module knows neither where features come from nor
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor
 
 from draftwood.core.checks import real_number, switch, whole_number
 from draftwood.core.errors import InvalidRequest
@@ -25,9 +21,9 @@ from draftwood.core.views import head_of
 from draftwood.drafters.medusa.formats import Layout, load_heads, save_heads
 from draftwood.drafters.medusa.network import IGNORED, MedusaHeads
 
-from .checkpoint import fingerprint
-from .data import Sequences, split
-from .features import CachedFeatures, FeatureSource, OnlineFeatures
+from .data import Sequences, frequent_tokens, split
+from .features import check_data, feature_sources
+from .fingerprint import fingerprint
 from .loop import Schedule, train
 from .medusa_losses import Evaluation, MedusaObjective
 from .output import new_output, publish
@@ -117,13 +113,7 @@ def train_medusa(
     heads = make_heads(target, learnt, recipe, init)
     for part, name in ((learnt, "training"), (held, "held-out")):
         check_labels(part, heads, name)
-    # A launcher's processes share the work on the features too.
-    accelerator = Accelerator() if "LOCAL_RANK" in os.environ else None
-    sources: list[FeatureSource] = [OnlineFeatures(target, ["last"])] * 2
-    if cache is not None:
-        build = partial(CachedFeatures.build, target, ["last"], dtype=target.dtype, on_progress=on_features)
-        parts = (learnt, Path(cache) / "training"), (held, Path(cache) / "held-out")
-        sources = [build(part, place, accelerator=accelerator) for part, place in parts]
+    sources = feature_sources(target, ["last"], learnt, held, cache, on_features)
     lm_head = head_of(target, heads.draft_tokens)
     setup = {
         "recipe": asdict(recipe) | asdict(heads.config) | {"draft_vocabulary": heads.draft_vocabulary},
@@ -140,7 +130,6 @@ def train_medusa(
         about=setup,
         evaluate=evaluation,
         on_step=on_step,
-        accelerator=accelerator,
         tensorboard=tensorboard,
     )
     measured = evaluation.figures or evaluation()  # a run that was stopped after its last step has not measured
@@ -160,26 +149,6 @@ def train_medusa(
     }
     publish(output, working, write, settings)
     return heads
-
-
-def frequent_tokens(data: Sequences, count: int, vocabulary: int) -> Tensor:
-    """Returns the tokens that are learnt most often, of equally frequent ones the lower ids.
-
-    Args:
-        data: where they are counted.
-        count: how many.
-        vocabulary: number of token ids.
-
-    Returns:
-        [count] int64, in the order of their ids.
-
-    Raises:
-        InvalidRequest: more tokens than there are.
-    """
-    if count > vocabulary:
-        raise InvalidRequest(f"draft_vocabulary must be <= {vocabulary}, the size of the vocabulary, got {count}")
-    occurrences = torch.bincount(data.tokens[data.learnt], minlength=vocabulary)
-    return occurrences.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def coverage(heads: MedusaHeads, data: Sequences) -> float:
@@ -224,19 +193,6 @@ def make_heads(target: Target, data: Sequences, recipe: MedusaRecipe, init: str 
                     f"the heads at {str(init)!r} have {name}={sizes[name]}, not {wanted}; leave it out"
                 )
     return heads.to(target.device, torch.promote_types(target.dtype, torch.float32))
-
-
-def check_data(data: Sequences, target: Target) -> None:
-    """Refuses tokens that the target does not have, and a type that cannot be trained in.
-
-    Raises:
-        InvalidRequest: either.
-    """
-    if target.dtype == torch.float16:
-        raise InvalidRequest("float16 gradients underflow; load the target as bfloat16 or float32")
-    largest, known = int(data.tokens.max()), target.vocabulary_size
-    if largest >= known:
-        raise InvalidRequest(f"the data holds token {largest}, outside the target's vocabulary of {known}")
 
 
 def check_labels(data: Sequences, heads: MedusaHeads, name: str) -> None:

@@ -27,10 +27,11 @@ from draftwood.core.target import Target
 from draftwood.drafters.medusa.formats import head_weights
 from draftwood.drafters.medusa.network import MedusaHeads
 
-from .checkpoint import fingerprint
 from .data import Batch, Sequences, split
+from .features import check_data
+from .fingerprint import fingerprint
 from .loop import Figures, Objective, Schedule, train
-from .medusa import MedusaRecipe, check_data, check_labels, make_heads, train_medusa
+from .medusa import MedusaRecipe, check_labels, make_heads, train_medusa
 from .medusa_losses import Evaluation, head_losses
 from .output import SETTINGS, new_output, publish
 

@@ -22,6 +22,8 @@ from draftwood.core.checks import whole_number
 from draftwood.core.errors import InvalidRequest
 from draftwood.core.request import Prompt
 
+from .fingerprint import fingerprint
+
 Chat = list[dict[str, str]]
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
@@ -117,7 +119,9 @@ def synthesise(
     if prompts is not None and not prompts:
         raise InvalidRequest("prompts is empty; give at least one conversation, or None")
     samples = writing.samples if prompts is None else min(writing.samples, len(prompts))
-    setup = json.loads(json.dumps({**asdict(writing), "model": _name(decoder), "prompts": _digest(prompts)}))
+    setup = json.loads(
+        json.dumps({**asdict(writing), "model": fingerprint(decoder.target.model), "prompts": _digest(prompts)})
+    )
     del setup["samples"]  # more may be asked for later
     file = _File(Path(output).expanduser(), setup)
     done = file.done
@@ -282,16 +286,6 @@ class _File:
 
 def _seed(seed: int, sample: int, stage: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {sample} {stage}".encode()).digest()[:6], "big")
-
-
-def _name(decoder: Decoder) -> str:
-    """Tells one target from another by its sizes and a part of its weights."""
-    weight: Any = decoder.target.model.get_input_embeddings().weight
-    part = weight.detach()[:4, :64].float().cpu().numpy().tobytes()
-    shape = (
-        f"{type(decoder.target.model).__name__} {decoder.target.layers} {tuple(weight.shape)} {decoder.target.dtype}"
-    )
-    return hashlib.sha256(shape.encode() + part).hexdigest()[:16]
 
 
 def _digest(prompts: Sequence[Chat] | None) -> str | None:

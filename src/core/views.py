@@ -116,16 +116,10 @@ def head_of(target: Target, tokens: Tensor | None = None) -> Callable[[Tensor], 
             for parameter in part.parameters(recurse=False):
                 shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
             shared.update((id(buffer), buffer) for buffer in part.buffers(recurse=False))
-    shared[id(decoder)] = _Given()
     if tokens is not None:
         output: nn.Module = target.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         shared[id(output)] = _rows(output, _token_ids(tokens, target.vocabulary_size))
-    model: PreTrainedModel = copy.deepcopy(target.model, shared)
-
-    def head(hidden: Tensor) -> Tensor:
-        logits: Tensor = model(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
-        return logits
-
+    head, _ = head_alone(target.model, decoder, shared)
     try:
         with torch.inference_mode():
             cache = target.new_cache(1, 8)
@@ -142,6 +136,25 @@ def head_of(target: Target, tokens: Tensor | None = None) -> Callable[[Tensor], 
             f"the logits of {type(target.model).__name__} are no function of its final hidden states alone"
         )
     return head
+
+
+def head_alone(
+    model: PreTrainedModel, decoder: nn.Module, shared: dict[int, Any]
+) -> tuple[Callable[[Tensor], Tensor], PreTrainedModel]:
+    """Returns a model's LM head with all that it does to logits, and the copy of the model that runs it.
+
+    Args:
+        model: any causal language model.
+        decoder: the part of it that is left out.
+        shared: by `id`, what stands in the copy for a part of the model; everything else is copied.
+    """
+    twin: PreTrainedModel = copy.deepcopy(model, {**shared, id(decoder): _Given()})
+
+    def head(hidden: Tensor) -> Tensor:
+        logits: Tensor = twin(inputs_embeds=hidden, use_cache=False, return_dict=True).logits
+        return logits
+
+    return head, twin
 
 
 def _token_ids(tokens: Tensor, vocabulary: int) -> Tensor:

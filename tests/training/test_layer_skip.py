@@ -280,6 +280,6 @@ def test_bad_input(tmp_path: Path):
     with pytest.raises(InvalidRequest, match="float16"):
         train_layer_skip(llama(4, torch.float16), data, tmp_path / "out", schedule)
     foreign = Sequences(data.tokens + 40, data.learnt)
-    with pytest.raises(InvalidRequest, match="token 79, outside the model's vocabulary of 48"):
+    with pytest.raises(InvalidRequest, match="token 79, outside the target's vocabulary of 48"):
         train_layer_skip(llama(4), foreign, tmp_path / "out", schedule)
     assert list(tmp_path.iterdir()) == []

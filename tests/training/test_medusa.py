@@ -21,10 +21,10 @@ from draftwood.drafters.medusa.drafter import Medusa
 from draftwood.drafters.medusa.formats import load_heads
 from draftwood.drafters.medusa.network import MedusaConfig, MedusaHeads
 from draftwood.drafters.medusa.trees import expected_tau, greedy_tree
-from draftwood.training.data import Batch, Document, Sequences, pack
+from draftwood.training.data import Batch, Document, Sequences, frequent_tokens, pack
 from draftwood.training.features import OnlineFeatures
 from draftwood.training.loop import Schedule
-from draftwood.training.medusa import MedusaRecipe, coverage, frequent_tokens, make_heads, train_medusa
+from draftwood.training.medusa import MedusaRecipe, coverage, make_heads, train_medusa
 from draftwood.training.medusa_losses import Evaluation, best_tau, head_losses
 
 WORDS, VOCABULARY = 24, 32
