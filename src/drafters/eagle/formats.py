@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
 from ...core.errors import InvalidCheckpoint, InvalidRequest
 from ...core.target import Target
+from ..checkpoint_files import UNREADABLE, check_tensors, find_checkpoint, read_json, unreadable, write_checkpoint
 from .config import default_layers, llama_config
-from .files import find_checkpoint, read_json, read_weights, write_checkpoint
 from .network import Eagle3Head, EagleHead, Head
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 LayerIds = Literal["before", "after"]
 """What the layer ids of a checkpoint mean: the states before those blocks (their inputs), or after them."""
@@ -76,7 +79,7 @@ def load_head(
     """
     if layer_ids not in (None, "before", "after"):
         raise InvalidRequest(f"layer_ids must be 'before', 'after' or None, got {layer_ids!r}")
-    found = _read(find_checkpoint(source))
+    found = _read(find_checkpoint(source, "head", [("config.json", *WEIGHTS)]))
     dtype = target.dtype if dtype is None else dtype
     third = any(key.endswith("hidden_norm.weight") for key in found.weights)
     if third and draft_tokens is not None:
@@ -120,7 +123,7 @@ def save_head(
         weights["d2t"] = ids - torch.arange(len(ids))
         weights["t2d"] = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     if layout == "yuhuili":
-        write_checkpoint(Path(folder), _layer_fields(head) | _own_fields(head), weights)
+        write_checkpoint(Path(folder), WEIGHTS[0], _layer_fields(head) | _own_fields(head), weights)
         return
     weights = {key.replace("midlayer.", "layers.0."): value for key, value in weights.items()}
     proposal = {"proposal_type": "greedy", "speculative_tokens": depth}
@@ -135,13 +138,28 @@ def save_head(
         },
         "transformer_layer_config": {key: v for key, v in _layer_fields(head).items() if key != "architectures"},
     }
-    write_checkpoint(Path(folder), config | _own_fields(head), weights)
+    write_checkpoint(Path(folder), WEIGHTS[0], config | _own_fields(head), weights)
+
+
+def _read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """Reads the weights to the CPU; returns the file they were in, too."""
+    file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if file is None:
+        raise InvalidCheckpoint(f"{str(folder)!r} has no weights; a head is config.json beside {' or '.join(WEIGHTS)}")
+    try:
+        if file.suffix == ".safetensors":
+            content: Any = load_file(file)
+        else:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except UNREADABLE as error:
+        raise unreadable(file, error) from error
+    return file, dict(check_tensors(file, content))
 
 
 def _read(folder: Path) -> _Checkpoint:
     config_file = folder / "config.json"
     config = read_json(config_file)
-    file, weights = read_weights(folder)
+    file, weights = _read_weights(folder)
     named: dict[str, Tensor] = {}
     third = any(key.endswith("hidden_norm.weight") for key in weights)
     for key, value in weights.items():

@@ -7,23 +7,19 @@ there are; published configs are wrong about it. The module knows nothing of dra
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Literal, NamedTuple
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from ...core.errors import InvalidCheckpoint, InvalidRequest, ModelNotFound
 from ...core.target import Target
+from ..checkpoint_files import UNREADABLE, check_tensors, find_checkpoint, read_json, unreadable, write_checkpoint
 from .network import MedusaConfig, MedusaHeads, lm_head_rows
 from .trees import check_accuracies
 
@@ -67,7 +63,7 @@ def load_heads(source: str | Path, *, width: int, vocabulary: int) -> Checkpoint
         ModelNotFound: there are no such weights.
         InvalidCheckpoint: they are broken, incomplete, or made for a target of another width or vocabulary.
     """
-    directory = _locate(source)
+    directory = find_checkpoint(source, "Medusa heads", _FETCHED)
     settings = _read_settings(directory)
     files = _weight_files(directory)
     parts = _Parts.of(_read(file) for file in files)
@@ -134,12 +130,8 @@ def save_heads(
             state["lm_head.weight"] = rows.to(next(iter(state.values()), rows).dtype)
     if accuracies is not None:
         settings["accuracies"] = check_accuracies(accuracies)
-    folder = Path(directory).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
     stored = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
-    _replace(folder / name, lambda partial: save_file(stored, partial, metadata={"format": "pt"}))
-    text = json.dumps(settings, indent=1) + "\n"
-    _replace(folder / "config.json", lambda partial: partial.write_text(text, encoding="utf-8"))
+    write_checkpoint(Path(directory).expanduser(), name, settings, stored)
 
 
 def head_weights(heads: MedusaHeads, block: str, lm_head: str) -> dict[str, Tensor]:
@@ -156,50 +148,10 @@ def head_weights(heads: MedusaHeads, block: str, lm_head: str) -> dict[str, Tens
     return state
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file beside `path`, to the disk, and puts it in its place."""
-    partial = path.with_name(path.name + ".partial")
-    write(partial)
-    with partial.open("rb+") as written:
-        os.fsync(written.fileno())
-    partial.replace(path)
-
-
-def _locate(source: str | Path) -> Path:
-    """Returns the directory of a source; what is on the hub is fetched."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if isinstance(source, Path) or path.is_absolute() or source.count("/") != 1:
-        raise ModelNotFound(f"no Medusa heads at {str(source)!r}: there is no such directory")
-    for patterns in _FETCHED:
-        try:
-            path = Path(snapshot_download(source, allow_patterns=list(patterns)))
-        except (OSError, ValueError) as error:  # the hub client's errors are one or the other
-            reason = str(error).strip().partition("\n")[0]
-            raise ModelNotFound(
-                f"no Medusa heads {source!r}: it is no directory here, and asking the hub gave "
-                f"{type(error).__name__}: {reason}"
-            ) from error
-        if any(path.glob("*.safetensors")) or any(path.glob("*.pt")):
-            break
-    return path
-
-
 def _read_settings(directory: Path) -> dict[str, Any]:
     """Returns what `config.json` says, nothing where it is missing."""
     file = directory / "config.json"
-    settings = _read_json(file) if file.is_file() else {}
-    if not isinstance(settings, dict):
-        raise InvalidCheckpoint(f"{file} must hold an object, got {type(settings).__name__}")
-    return settings
-
-
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidCheckpoint(f"{file} is not valid JSON: {error}") from error
+    return read_json(file) if file.is_file() else {}
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -207,8 +159,7 @@ def _weight_files(directory: Path) -> list[Path]:
     for name in _FILES:
         index = directory / f"{name}.index.json"
         if index.is_file():
-            listed = _read_json(index)
-            placed = listed.get("weight_map") if isinstance(listed, dict) else None
+            placed = read_json(index).get("weight_map")
             if not isinstance(placed, dict):
                 raise InvalidCheckpoint(f"{index} has no 'weight_map'")
             files = sorted({directory / str(placed[key]) for key in _heads_among(placed).values()})
@@ -249,14 +200,9 @@ def _read(file: Path) -> _Read:
                 return _Read(file, {key: opened.get_tensor(name) for key, name in names.items()}, names)
         mapped = zipfile.is_zipfile(file)  # of a whole model, only the heads are then read from the disk
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except (SafetensorError, UnpicklingError, EOFError, OSError, RuntimeError, ValueError, LookupError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise InvalidCheckpoint(f"cannot read {file}: {type(error).__name__}: {reason}") from error
-    if not isinstance(state, Mapping):
-        raise InvalidCheckpoint(f"{file} must hold a dict of tensors by name, got {type(state).__name__}")
-    for key, value in state.items():
-        if not isinstance(key, str) or not isinstance(value, Tensor):
-            raise InvalidCheckpoint(f"{file}: key {key!r} must be a name of a tensor, got {type(value).__name__}")
+    except UNREADABLE as error:
+        raise unreadable(file, error) from error
+    state = check_tensors(file, state)
     names = _heads_among(state)
     return _Read(file, {key: state[name].clone() for key, name in names.items()}, names)
 

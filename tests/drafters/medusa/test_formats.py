@@ -210,13 +210,13 @@ class Harmful:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (truncated("medusa_lm_head.safetensors"), r"cannot read .*medusa_lm_head.safetensors: SafetensorError"),
-        (truncated("medusa_lm_head.pt"), r"cannot read .*medusa_lm_head.pt: "),
-        (lambda f: write(f, "medusa_lm_head.pt", Harmful(), {}), "cannot read .*medusa_lm_head.pt: UnpicklingError"),
-        (lambda f: (f / "medusa_lm_head.pt").write_text("hello"), "cannot read .*medusa_lm_head.pt"),
-        (lambda f: (f / "medusa_lm_head.pt").write_bytes(b""), "cannot read .*medusa_lm_head.pt: EOFError"),
-        (lambda f: write(f, "medusa_lm_head.pt", [1, 2], {}), "must hold a dict of tensors by name, got list"),
-        (lambda f: write(f, "medusa_lm_head.pt", {"0": 3}, {}), "medusa_lm_head.pt: key '0' must be .* got int"),
+        (truncated("medusa_lm_head.safetensors"), r"medusa_lm_head.safetensors' is truncated .*: SafetensorError"),
+        (truncated("medusa_lm_head.pt"), r"medusa_lm_head.pt' is truncated .*: "),
+        (lambda f: write(f, "medusa_lm_head.pt", Harmful(), {}), "medusa_lm_head.pt' is truncated .*: UnpicklingError"),
+        (lambda f: (f / "medusa_lm_head.pt").write_text("hello"), "medusa_lm_head.pt' is truncated"),
+        (lambda f: (f / "medusa_lm_head.pt").write_bytes(b""), "medusa_lm_head.pt' is truncated .*: EOFError"),
+        (lambda f: write(f, "medusa_lm_head.pt", [1, 2], {}), "must hold tensors by name, got list"),
+        (lambda f: write(f, "medusa_lm_head.pt", {"0": 3}, {}), "medusa_lm_head.pt': '0' must be a tensor, got int"),
         (spoilt(lambda s: s.update(more=torch.ones(1))), r"safetensors: key 'more' is none of Medusa heads, such as"),
         (spoilt(lambda s: s.pop("1.0.linear.weight")), "has no weight of block 0 of head 1"),
         (spoilt(lambda s: s.pop("2.1.linear.bias")), "has no bias of block 1 of head 2"),
@@ -244,8 +244,8 @@ class Harmful:
             lambda f: write(f, "model.safetensors", stored("vllm", True, KEPT)[1], {"vocab_size": 99}),
             "config.json: 'vocab_size' is 99; the target's vocabulary is 11",
         ),
-        (lambda f: (f / "config.json").write_text("{"), "config.json is not valid JSON"),
-        (lambda f: (f / "config.json").write_text("[]"), "config.json must hold an object, got list"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json' is not valid JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json' must be a JSON object, got list"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "index.json has no 'weight_map'"),
     ],
 )  # fmt: skip
@@ -262,7 +262,7 @@ def test_broken_files(tmp_path, make, message, capsys):
         ("/no/such/place", "no Medusa heads at '/no/such/place': there is no such directory"),
         (Path("nowhere"), "no such directory"),
         ("nowhere", "no such directory"),
-        ("some-user/medusa-that-is-not-cached", "'some-user/medusa-that-is-not-cached': .* asking the hub gave "),
+        ("some-user/medusa-that-is-not-cached", "'some-user/medusa-that-is-not-cached': .* and the hub gave "),
     ],
 )
 def test_heads_that_are_not_there(source, message):
@@ -294,7 +294,7 @@ def test_heads_from_the_hub(tmp_path, monkeypatch, patterns):
                     (save_file if "safetensors" in file else torch.save)(state, tmp_path / file)
         return str(tmp_path)
 
-    monkeypatch.setattr("draftwood.drafters.medusa.formats.snapshot_download", snapshot)
+    monkeypatch.setattr("draftwood.drafters.checkpoint_files.snapshot_download", snapshot)
     assert_equal(load("user/heads"), heads)
     assert not any("pytorch_model" in pattern for pattern in asked)
 

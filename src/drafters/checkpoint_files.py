@@ -1,0 +1,106 @@
+"""Files of small checkpoints, a `config.json` beside weights: finding, reading and writing them whole.
+
+Nothing in a file is run. The module knows no network and no layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..core.errors import InvalidCheckpoint, ModelNotFound
+
+UNREADABLE = (SafetensorError, UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError)
+"""What broken files of weights raise."""
+
+
+def find_checkpoint(source: str | Path, what: str, fetched: Sequence[Sequence[str]]) -> Path:
+    """Returns the directory of a checkpoint, fetched from the hub where `source` is no directory here.
+
+    Args:
+        source: a directory or a hub id.
+        what: what messages call it, such as "head".
+        fetched: patterns of the files to fetch, group by group until there are weights.
+
+    Raises:
+        ModelNotFound: there is none.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if isinstance(source, Path) or path.is_absolute() or source.count("/") != 1 or source.startswith("."):
+        raise ModelNotFound(f"no {what} at {str(source)!r}: there is no such directory")
+    for patterns in fetched:
+        try:
+            path = Path(snapshot_download(source, allow_patterns=list(patterns)))
+        except Exception as error:  # the hub client's errors and, by its version, httpx's
+            reason = str(error).strip().partition("\n")[0]
+            raise ModelNotFound(
+                f"no {what} {source!r}: it is no directory here, and the hub gave {type(error).__name__}: {reason}"
+            ) from error
+        if any(file.suffix in (".safetensors", ".pt", ".bin") for file in path.iterdir()):
+            break
+    return path
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        InvalidCheckpoint: there is no such file, or it is no JSON object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InvalidCheckpoint(f"{str(file)!r} is missing; it belongs beside the weights") from error
+    except (OSError, ValueError) as error:
+        raise InvalidCheckpoint(f"{str(file)!r} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidCheckpoint(f"{str(file)!r} must be a JSON object, got {type(content).__name__}")
+    return content
+
+
+def check_tensors(file: Path, content: Any) -> Mapping[str, Tensor]:
+    """Returns what a file of weights held.
+
+    Raises:
+        InvalidCheckpoint: it is something else than tensors by name.
+    """
+    if not isinstance(content, Mapping):
+        raise InvalidCheckpoint(f"{str(file)!r} must hold tensors by name, got {type(content).__name__}")
+    for key, value in content.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            raise InvalidCheckpoint(f"{str(file)!r}: {key!r} must be a tensor, got {type(value).__name__}")
+    return content
+
+
+def unreadable(file: Path, error: Exception) -> InvalidCheckpoint:
+    """Returns the error for a file that raised one of `UNREADABLE`."""
+    reason = str(error).strip().partition("\n")[0]
+    return InvalidCheckpoint(f"{str(file)!r} is truncated or no file of weights: {type(error).__name__}: {reason}")
+
+
+def write_checkpoint(folder: Path, name: str, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+    """Writes `config.json` and the weights, as safetensors called `name`; each file is there whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / name, lambda partial: save_file(dict(weights), partial, metadata={"format": "pt"}))
+    text = json.dumps(config, indent=2) + "\n"
+    _replace(folder / "config.json", lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file beside `path`, to the disk, and puts it in its place."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    write(partial)
+    with partial.open("rb+") as written:
+        os.fsync(written.fileno())
+    partial.replace(path)
