@@ -309,3 +309,8 @@ def test_an_interrupted_study_exits_130_and_goes_on(tiny, tmp_path):
     good("compare", tiny, "prompt-lookup", "--out", place, "--max-new-tokens", 24, "--limit", 2)
     assert results.read_bytes().startswith(written)
     assert os.path.getsize(results) == len(written)  # its first two cells were there already
+
+
+def test_a_mistyped_setting_does_not_wait_for_the_model():
+    refused = dw("generate", "/no/such/model", "hello", "--setting", "top_q=0.9")
+    assert refused.exit_code == 2 and "top_q" in refused.stderr and "/no/such/model" not in refused.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,8 @@ def test_train_medusa_2_makes_a_target_that_drafts_for_itself(tiny: Path, tmp_pa
     options = ["--drafter", "medusa", "--option", f"checkpoint={output}", "--max-new-tokens", 6]
     good("generate", output, "abc", *options)
     check_refused(dw(*filled(tiny, tmp_path / "x", arguments[:-6])), "give either a schedule of the first stage")
+
+
+def test_an_extra_that_is_missing_is_one_line(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    check_refused(dw(*filled(tiny, tmp_path / "x", [*TRAIN, "--tensorboard"])), "tensorboard is not installed")

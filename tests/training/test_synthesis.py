@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from draftwood import Decoder, Target
 from draftwood.core.errors import InvalidRequest
-from draftwood.training import synthesis
 from draftwood.training.data import read_documents
 from draftwood.training.synthesis import Writing, Written, synthesise
 from tests.conftest import llama_config, tiny_model
@@ -97,12 +97,34 @@ def test_another_seed_writes_other_texts(decoder, tmp_path):
     assert one.read_bytes() != many.read_bytes()
 
 
-def test_users_do_not_say_the_same_twice(decoder, tmp_path, monkeypatch):
-    monkeypatch.setattr(synthesis, "_seed", lambda seed, sample, stage: 7)  # every sample alike
+def test_what_a_user_has_said_before_is_left_out(decoder, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    prompts = [[{"role": "user", "content": words}] for words in ("w1", "w2", " W1 ", "w3", "w2")]
+    few = Writing(samples=2, answer_tokens=20, batch_size=1, temperatures=(1.0,))
+    synthesise(decoder, path, few, prompts=prompts)
+    written = synthesise(decoder, path, replace(few, samples=5), prompts=prompts)  # what an earlier run wrote counts
+    said = [chat["messages"][0]["content"] for chat in lines(path)]
+    assert said == ["w1", "w2", "w3"] and (written.kept, written.repeated, written.dropped) == (3, 2, 0)
+
+
+def test_user_turns_that_do_not_end_are_dropped(decoder, tmp_path):
     path = tmp_path / "own.jsonl"
-    written = synthesise(decoder, path, Writing(samples=4, user_tokens=200, answer_tokens=4, batch_size=4, turns=1))
-    keys = [chat["messages"][0]["content"] for chat in lines(path)]
-    assert len(keys) == len(set(keys)) == written.kept
+    written = synthesise(decoder, path, Writing(samples=64, user_tokens=12, answer_tokens=4, batch_size=16))
+    lengths = [len(decoder.encode(chat["messages"][0]["content"])) for chat in lines(path)]
+    assert written.dropped > 0 and lengths and max(lengths) < 12
+
+
+def test_texts_end_with_the_context(tmp_path):
+    config = llama_config(layers=1, heads=2)
+    config.max_position_embeddings = 24
+    short = Decoder(Target(tiny_model(config), chat_tokenizer()), rule="coupled")
+    prompts = [[{"role": "user", "content": f"w1 w2 w{index}"}] for index in range(8)]
+    written = synthesise(
+        short, tmp_path / "a.jsonl", Writing(samples=8, answer_tokens=100, batch_size=4), prompts=prompts
+    )
+    cut = [chat for chat in lines(tmp_path / "a.jsonl") if "unfinished" in chat]
+    assert written.tried == 8 and cut  # 24 tokens less those of the prompt, and no more
+    assert all(len(short.encode(chat["messages"][1]["content"])) <= 24 - 6 for chat in cut)
 
 
 def test_several_turns(decoder, tmp_path):
