@@ -13,7 +13,7 @@ from draftwood.core.target import Target
 from draftwood.training.data import pack, read_documents
 from draftwood.training.draft_model import DraftModelRecipe, train_draft_model
 from draftwood.training.loop import Schedule
-from tests.study.tiny import save_tiny
+from tests.study.tiny import filled, save_with_texts
 from tests.test_cli_training import check_refused, dw, good
 
 TRAIN = ["train", "draft-model", "MODEL", "--data", "DATA", "--out", "OUT", "--steps", "3", "--length", "8"]
@@ -26,20 +26,16 @@ OPTIONS = shlex.split(
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("tiny")
-    save_tiny(place, chat=False)
-    (place / "data.txt").write_text("\n\n".join(["abc abd abc", "to be or not to be"] * 6))
-    return place
+    return save_with_texts(tmp_path_factory.mktemp("tiny"))
 
 
-def filled(tiny: Path, output: Path, *arguments: str | Path) -> list[str]:
-    known = {"MODEL": str(tiny), "DATA": str(tiny / "data.txt"), "OUT": str(output)}
-    return [known.get(str(one), str(one)) for one in (*TRAIN, *arguments)]
+def command(tiny: Path, output: Path, *arguments: str | Path) -> list[str]:
+    return filled(tiny, output, [str(one) for one in (*TRAIN, *arguments)])
 
 
 def test_the_command_does_what_the_library_does_and_drafts(tiny: Path, tmp_path: Path):
     output = tmp_path / "draft"
-    done = good(*filled(tiny, output, *OPTIONS, "--cache", tmp_path / "cache"))
+    done = good(*command(tiny, output, *OPTIONS, "--cache", tmp_path / "cache"))
     printed = json.loads(done.stdout)
     lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     assert printed == {"directory": str(output), **lines[-1]}
@@ -65,7 +61,7 @@ def test_the_command_does_what_the_library_does_and_drafts(tiny: Path, tmp_path:
 
 def test_the_default_student_and_what_is_said(tiny: Path, tmp_path: Path):
     output = tmp_path / "draft"
-    done = good(*filled(tiny, output, "--layers", "2"))
+    done = good(*command(tiny, output, "--layers", "2"))
     assert done.stdout == f"{output}\n"
     assert f"--drafter draft-model --option model={output}" in done.stderr.replace("\n", "")
     settings = json.loads((output / "training.json").read_text())
@@ -85,5 +81,5 @@ def test_the_default_student_and_what_is_said(tiny: Path, tmp_path: Path):
     ],
 )
 def test_bad_input_is_refused(options: list[str], message: str, tiny: Path, tmp_path: Path):
-    check_refused(dw(*filled(tiny, tmp_path / "draft", *options)), message)
+    check_refused(dw(*command(tiny, tmp_path / "draft", *options)), message)
     assert not list(tmp_path.iterdir())

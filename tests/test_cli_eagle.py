@@ -13,7 +13,7 @@ from draftwood.drafters.eagle.formats import load_head
 from draftwood.training.data import pack, read_documents
 from draftwood.training.eagle import EagleRecipe, train_eagle
 from draftwood.training.loop import Schedule
-from tests.study.tiny import save_tiny
+from tests.study.tiny import filled, save_with_texts
 from tests.test_cli_training import check_refused, dw, good
 
 TRAIN = ["train", "eagle", "MODEL", "--data", "DATA", "--out", "OUT", "--steps", "3", "--length", "9"]
@@ -22,15 +22,7 @@ THIRD = ["--version", "3", "--feature-layers", "0,1,2"]
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("tiny")
-    save_tiny(place, chat=False)
-    (place / "data.txt").write_text("\n\n".join(["abc abd abc", "to be or not to be"] * 6))
-    return place
-
-
-def filled(tiny: Path, output: Path, arguments: list[str]) -> list[str]:
-    known = {"MODEL": str(tiny), "DATA": str(tiny / "data.txt"), "OUT": str(output)}
-    return [known.get(one, one) for one in arguments]
+    return save_with_texts(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("version", [1, 3])

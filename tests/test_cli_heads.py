@@ -14,7 +14,7 @@ from draftwood.drafters.medusa.formats import load_heads
 from draftwood.training.data import pack, read_documents
 from draftwood.training.loop import Schedule
 from draftwood.training.medusa import MedusaRecipe, train_medusa
-from tests.study.tiny import save_tiny
+from tests.study.tiny import filled, save_with_texts
 from tests.test_cli_training import check_refused, dw, good
 
 TRAIN = ["train", "medusa", "MODEL", "--data", "DATA", "--out", "OUT", "--steps", "3", "--length", "8"]
@@ -22,15 +22,7 @@ TRAIN = ["train", "medusa", "MODEL", "--data", "DATA", "--out", "OUT", "--steps"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("tiny")
-    save_tiny(place, chat=False)
-    (place / "data.txt").write_text("\n\n".join(["abc abd abc", "to be or not to be"] * 6))
-    return place
-
-
-def filled(tiny: Path, output: Path, arguments: list[str]) -> list[str]:
-    known = {"MODEL": str(tiny), "DATA": str(tiny / "data.txt"), "OUT": str(output)}
-    return [known.get(one, one) for one in arguments]
+    return save_with_texts(tmp_path_factory.mktemp("tiny"))
 
 
 def test_train_medusa_does_what_the_library_does(tiny: Path, tmp_path: Path):

@@ -36,3 +36,16 @@ def save_tiny(directory: Path, *, tokenizer: bool = True, chat: bool = True) -> 
     if tokenizer:
         tiny_tokenizer(chat).save_pretrained(directory)
     return directory
+
+
+def save_with_texts(place: Path) -> Path:
+    """Writes the model without a chat template, and `data.txt` to train on; returns the directory."""
+    save_tiny(place, chat=False)
+    (place / "data.txt").write_text("\n\n".join(["abc abd abc", "to be or not to be"] * 6))
+    return place
+
+
+def filled(tiny: Path, output: Path, arguments: list[str]) -> list[str]:
+    """Returns a command line with MODEL, DATA and OUT replaced by their paths."""
+    known = {"MODEL": str(tiny), "DATA": str(tiny / "data.txt"), "OUT": str(output)}
+    return [known.get(one, one) for one in arguments]

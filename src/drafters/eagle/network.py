@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -37,7 +38,7 @@ class _Borrowed(NamedTuple):
     score: Callable[[Tensor], Tensor] | None
 
 
-class Head(nn.Module):
+class Head(nn.Module, ABC):
     """What the heads of all versions share.
 
     Attributes:
@@ -129,6 +130,7 @@ class Head(nn.Module):
         """
         return features.to(self.device, self.dtype)
 
+    @abstractmethod
     def forward(self, ids: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None, cache: Any = None) -> Tensor:
         """Reads one pair a column.
 
@@ -143,15 +145,14 @@ class Head(nn.Module):
         Returns:
             [batch, columns, width], what the column after each reads in place of the target's feature.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits of the token after each column, [batch, columns, draft vocabulary].
 
         Args:
             hidden: [batch, columns, width], as `forward` returns them.
         """
-        raise NotImplementedError
 
     def to_target(self, logits: Tensor) -> Tensor:
         """Returns draft logits as [..., vocabulary]; tokens that cannot be drafted get -inf."""
