@@ -7,7 +7,7 @@ knows transformers' cache interface and nothing of trees, masks or drafters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +66,8 @@ class SlotCache(_AttentionOnly):
     """A transformers cache whose rows have lengths of their own.
 
     Layers that store tensors of one shape share one tensor, [layers, rows, heads, capacity, width], so that a
-    path is moved in one gather and one scatter, whatever the number of layers. Capacity doubles when needed.
+    path is moved in one gather and one scatter, whatever the number of layers. Capacity doubles when needed; rows
+    that leave keep their place in memory for those that come.
 
     Attributes:
         lengths: committed tokens of each row, on the host.
@@ -79,6 +80,7 @@ class SlotCache(_AttentionOnly):
             self._groups.setdefault(shape, []).append(layer)
         self.capacity = capacity
         self.lengths = [0] * rows
+        self._rows = rows
         self._stores = {shape: self._allocate(shape, rows, capacity) for shape in self._groups}
         self._first = 0
         self._opened = 0
@@ -89,20 +91,26 @@ class SlotCache(_AttentionOnly):
         self._bind()
 
     def extend(self, count: int) -> None:
-        """Adds `count` empty rows at the end."""
-        rows = len(self.lengths)
-        self._rebuild(rows + count, self.capacity, keep=slice(0, rows))
+        """Adds `count` empty rows at the end; rows that others left behind are used again."""
+        used, rows = len(self.lengths), len(self.lengths) + count
+        if rows > self._rows:
+            self._rebuild(rows, self.capacity)
+        else:
+            for store in self._all_stores():
+                store[:, used:rows] = 0
         self.lengths += [0] * count
 
     def select(self, rows: Sequence[int]) -> None:
-        """Reorders and drops rows: row i becomes what row `rows[i]` was."""
-        if list(rows) == list(range(len(self.lengths))):
-            return
-        for shape, (keys, values) in self._stores.items():
-            index = torch.tensor(rows, dtype=torch.int64, device=shape.device)
-            self._stores[shape] = keys.index_select(1, index), values.index_select(1, index)
+        """Reorders and drops rows: row i becomes what row `rows[i]` was. Only rows that change place are moved."""
+        if len(rows) > self._rows:
+            self._rebuild(len(rows), self.capacity)
+        moves = [(place, row) for place, row in enumerate(rows) if place != row]
+        if moves:
+            for shape, stores in self._stores.items():
+                places, sources = torch.tensor(moves, device=shape.device).T
+                for store in stores:
+                    store[:, places] = store[:, sources]
         self.lengths = [self.lengths[row] for row in rows]
-        self._bind()
 
     def open(self, width: int, first: int = 0, opened: int = 0) -> int:
         """Prepares the next forward, which covers the rows from `first` on and writes `width` columns in each.
@@ -121,7 +129,7 @@ class SlotCache(_AttentionOnly):
             capacity = self.capacity
             while capacity < self._span:
                 capacity *= 2
-            self._rebuild(len(self.lengths), capacity, keep=slice(None))
+            self._rebuild(self._rows, capacity)
         self._first, self._width = first, width
         self._opened = opened
         self._uniform = lengths[0] + opened if len(set(lengths)) == 1 else None
@@ -130,8 +138,8 @@ class SlotCache(_AttentionOnly):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Any, Any]:
         """Writes [rows, heads, width, size] states into their slots; returns all slots of the span."""
-        keys, values = self._layers[layer_idx]
-        keys, values = keys[self._first :], values[self._first :]
+        covered = slice(self._first, len(self.lengths))
+        keys, values = (store[covered] for store in self._layers[layer_idx])
         if self._uniform is not None:
             end = self._uniform + self._width
             keys[:, :, self._uniform : end] = key_states
@@ -186,14 +194,18 @@ class SlotCache(_AttentionOnly):
             for width in (shape.key_width, shape.value_width)
         )
 
-    def _rebuild(self, rows: int, capacity: int, keep: slice) -> None:
+    def _rebuild(self, rows: int, capacity: int) -> None:
+        """Moves everything into larger tensors."""
         for shape, old in self._stores.items():
             new = self._allocate(shape, rows, capacity)
             for target, source in zip(new, old, strict=True):
-                target[:, keep, :, : self.capacity] = source
+                target[:, : self._rows, :, : self.capacity] = source
             self._stores[shape] = new
-        self.capacity = capacity
+        self._rows, self.capacity = rows, capacity
         self._bind()
+
+    def _all_stores(self) -> Iterator[Tensor]:
+        return (store for stores in self._stores.values() for store in stores)
 
     def _bind(self) -> None:
         self._layers = {

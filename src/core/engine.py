@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -144,9 +145,12 @@ class Engine:
         for row in state.rows:
             if row.stop_reason is not None:
                 row.source.forget(sys.maxsize)
-        state.cache.select(alive)
-        state.rows = [state.rows[index] for index in alive]
-        session.retain(alive)
+        # The last rows fill the gaps, so that a long cache is not moved up whole.
+        last = iter(alive[bisect_left(alive, len(alive)) :])
+        order = [index if state.rows[index].stop_reason is None else next(last) for index in range(len(alive))]
+        state.cache.select(order)
+        state.rows = [state.rows[index] for index in order]
+        session.retain(order)
 
 
 def _commit(rows: list[Row], verdict: Verdict) -> Verdict:

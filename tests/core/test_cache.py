@@ -94,6 +94,30 @@ def test_a_path_without_gaps_moves_nothing() -> None:
     assert cache.lengths == [2]
 
 
+def test_rows_that_leave_make_room_without_new_memory() -> None:
+    cache = SlotCache(LAYOUT, 4, 8)
+    before = {store.data_ptr() for stores in cache._stores.values() for store in stores}
+    for _ in range(3):
+        cache.select([0, 3, 2])
+        cache.extend(1)
+    assert before == {store.data_ptr() for stores in cache._stores.values() for store in stores}
+
+
+@pytest.mark.parametrize("stay", [[1], []])
+def test_what_a_row_leaves_behind_never_reaches_another(stay: list[int]) -> None:
+    """A diverged row holds NaN, and a weight of 0 times NaN is NaN."""
+    cache = SlotCache(LAYOUT, 2, 8)
+    cache.open(3)
+    for layer, shape in LAYOUT.items():
+        nan, numbers = torch.tensor(torch.nan), states(shape, 2, 3, 1.0)[1]
+        cache.update(nan.expand(2, shape.heads, 3, shape.key_width), numbers, layer)
+    cache.select(stay)
+    cache.extend(2 - len(stay))
+    for keys, values in cache._stores.values():
+        assert not keys[:, len(stay) :].isnan().any()
+        assert not values[:, len(stay) :].any()
+
+
 def test_capacity_doubles() -> None:
     cache = SlotCache(LAYOUT, 1, 4)
     for expected in (4, 8, 16, 16):
