@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from . import cli_eagle, cli_heads, cli_study, cli_synthesis, cli_trace, cli_training
-from .cli_common import Commands, Device, DType, JsonFlag, Model, out, print_json, remark
+from .cli_common import Commands, Device, DType, JsonFlag, Model, Packed, out, print_json, remark
 from .core.errors import InvalidRequest
 from .core.registry import Catalog
 from .core.request import split_settings
@@ -99,6 +99,7 @@ def generate(
     ] = None,
     dtype: DType = None,
     device: Device = None,
+    packed: Packed = False,
     trace: cli_trace.TraceFile = None,
     json_output: JsonFlag = False,
 ) -> None:
@@ -114,9 +115,8 @@ def generate(
     if rule != "auto":
         registry.create_rule(rule)
     cli_trace.check_trace_file(trace)
-    decoder = Decoder(
-        cli_study.load_target(model, dtype, device), drafter, drafter_options=spec.options, rule=rule, registry=registry
-    )
+    target = cli_study.load_target(model, dtype, device, packed)
+    decoder = Decoder(target, drafter, drafter_options=spec.options, rule=rule, registry=registry)
     asked = _render(decoder, text, chat)
     if trace is not None:
         about = {"model": model, "drafter": drafter, "options": spec.options, "rule": rule}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from .cli_common import Device, DType, JsonFlag, Model, err, out, print_json, progress_bar, remark
+from .cli_common import Device, DType, JsonFlag, Model, Packed, err, out, print_json, progress_bar, remark
 from .core.errors import InvalidRequest
 from .core.target import Target
 from .study import run
@@ -59,6 +59,7 @@ def compare(
     chat: ChatFlag = None,
     dtype: DType = None,
     device: Device = None,
+    packed: Packed = False,
     study: Annotated[
         Path | None,
         typer.Option("--out", help="Directory of the study: finished cells are kept, and a killed study goes on."),
@@ -85,6 +86,7 @@ def compare(
             chat=chat,
             dtype=dtype,
             device=device,
+            packed=packed,
             directory=study,
             progress=progress,
         )
@@ -202,10 +204,10 @@ def _chain_theory(alpha: float, gamma: int | None, c: float, v: float, json_outp
     out.print(f"best gamma: {best}" + (" (do not draft)" if best == 0 else ""))
 
 
-def load_target(model: str, dtype: str | None, device: str | None) -> Target:
+def load_target(model: str, dtype: str | None, device: str | None, packed: bool = False) -> Target:
     """Loads the target, saying so while it takes its time."""
     with err.status(f"loading {model}"):
-        return Target.from_pretrained(model, dtype=dtype, device=device or default_device())
+        return Target.from_pretrained(model, dtype=dtype, device=device or default_device(), packed=packed)
 
 
 def _specs(drafters: list[str] | None) -> list[DrafterSpec]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .cli_common import Device, DType, JsonFlag, Model, out, print_json, progress_bar, remark
+from .cli_common import Device, DType, JsonFlag, Model, Packed, out, print_json, progress_bar, remark
 from .cli_study import Limit, Prompts, Seed, load_target
 from .core.errors import InvalidRequest
 from .decoder import Decoder
@@ -36,6 +36,7 @@ def synthesise(
     seed: Seed = 0,
     dtype: DType = None,
     device: Device = None,
+    packed: Packed = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Have a chat model write conversations, user turns included, or its answers to given prompts.
@@ -62,7 +63,7 @@ def synthesise(
         asked = [[*map(dict, prompt.history), {"role": "user", "content": prompt.turns[0]}] for prompt in given]
         samples = min(samples, len(asked))
     # The coupled rule samples at the least cost, and its texts do not depend on the batch.
-    decoder = Decoder(load_target(model, dtype, device), rule="coupled")
+    decoder = Decoder(load_target(model, dtype, device, packed), rule="coupled")
     with progress_bar() as progress:
 
         def on_chunk(written: Written) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from . import cli_distil
-from .cli_common import Device, DType, JsonFlag, Model, out, print_json, progress_bar, remark
+from .cli_common import Device, DType, JsonFlag, Model, Packed, out, print_json, progress_bar, remark
 from .cli_data import (
     Accumulate,
     BatchSize,
@@ -81,11 +81,12 @@ def layer_skip(
     chat: ChatFlag = None,
     dtype: DType = None,
     device: Device = None,
+    packed: Packed = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Search the attention and MLP sub-layers to skip, for the drafter `layer-skip`."""
     settings = {"trials": trials, "max_new_tokens": max_new_tokens, "gamma": gamma, "seed": seed}
-    loading = {"dtype": dtype, "device": device}
+    loading: dict[str, Any] = {"dtype": dtype, "device": device, "packed": packed}
     _search("layer-skip", "skip", model, output, prompts, limit, chat, objective, settings, loading, json_output)
 
 
@@ -105,11 +106,12 @@ def early_exit(
     chat: ChatFlag = None,
     dtype: DType = None,
     device: Device = None,
+    packed: Packed = False,
     json_output: JsonFlag = False,
 ) -> None:
     """Search the layer to exit after, for the drafter `early-exit`."""
     settings = {"trials": trials, "max_new_tokens": max_new_tokens, "gamma": gamma, "seed": seed}
-    loading = {"dtype": dtype, "device": device}
+    loading: dict[str, Any] = {"dtype": dtype, "device": device, "packed": packed}
     _search("early-exit", "exit_layer", model, output, prompts, limit, chat, objective, settings, loading, json_output)
 
 
@@ -174,7 +176,7 @@ def _search(
     chat: bool | None,
     objective: Objective,
     settings: dict[str, Any],
-    loading: dict[str, str | None],
+    loading: dict[str, Any],
     json_output: bool,
 ) -> None:
     """Runs one search; `option` is the drafter's option that takes the file."""

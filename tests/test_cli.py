@@ -134,6 +134,14 @@ def test_compare_prints_a_table_and_json(tiny, tmp_path):
     ]
 
 
+def test_a_packed_target_is_told_apart_in_a_study(tiny):
+    options = ["--dtype", "float32", "--packed", "--limit", 1, "--max-new-tokens", 4, "--json"]
+    data = json.loads(good("compare", tiny, "prompt-lookup", *options).stdout)
+    assert {row["dtype"] for row in data["rows"]} == {"float32, packed"}
+    assert data["rows"][1]["cells"] == 1
+    assert data["rows"][1]["differing"] == 0
+
+
 def test_compare_keeps_a_study_and_report_shows_it_again(tiny, tmp_path):
     place = tmp_path / "study"
     first = good("compare", tiny, "prompt-lookup", "--limit", 2, "--max-new-tokens", 4, "--out", place)
@@ -270,6 +278,17 @@ def test_bad_input_is_one_line_and_exit_2(tiny, tmp_path, arguments, message):
     assert len(lines) == 1 and lines[0].startswith("draftwood: "), done.stderr
     assert message in lines[0]
     assert done.stderr.startswith("draftwood: ") or arguments[0] == "generate", "an empty line came first"
+
+
+@pytest.mark.parametrize(
+    "command", [["generate"], ["compare"], ["synthesise", "--samples", "1"], ["search", "early-exit"]], ids=" ".join
+)
+def test_packed_reaches_the_target(tiny, tmp_path, command):
+    """The tiny model is in float64, which cannot be packed."""
+    more = {"generate": ["x"], "compare": ["none"]}.get(command[0], ["--out", tmp_path / "out"])
+    done = dw(*command, tiny, *more, "--packed")
+    assert done.exit_code == 2
+    assert "packed=True needs float32" in done.stderr
 
 
 def test_errors_of_several_lines_become_one(monkeypatch):

@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 PROJECT = "draftwood"
 """Name of the pluggy project and of the entry-point group."""
+AUTO = "auto"
+"""The value of `gamma` that leaves it to measurement."""
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
@@ -196,6 +198,7 @@ class Registry:
         rules: the acceptance rules.
         broken: plugins that failed to load, with their errors.
         merger: makes one drafter of a list of several and a `budget` of nodes, for names joined by `+`.
+        tuner: makes a drafter that chooses its own length, of a function from `gamma` to a drafter, for `gamma="auto"`.
     """
 
     def __init__(self) -> None:
@@ -203,6 +206,7 @@ class Registry:
         self.drafters: Catalog[Drafter] = Catalog("drafter", ("features", "bind", "session"), self.broken)
         self.rules: Catalog[Rule] = Catalog("rule", ("lossless", "drafts", "samples", "verify"), self.broken)
         self.merger: Callable[..., Drafter] | None = None
+        self.tuner: Callable[[Callable[[int], Drafter]], Drafter] | None = None
 
     def register(self, plugin: object, name: str) -> None:
         """Runs the hooks of one plugin; `name` is what messages call it.
@@ -231,14 +235,14 @@ class Registry:
         Args:
             name: "eagle", or "eagle+prompt-lookup".
             options: its keyword arguments; of a merged drafter by part: {"eagle": {...}, "prompt-lookup": {...}}, and
-                `budget`, most nodes of the merged tree.
+                `budget`, most nodes of the merged tree. An option `gamma` may be "auto".
 
         Raises:
             UnknownName: no such drafter.
             InvalidRequest: an option is unknown or missing, or the names cannot be merged.
         """
         if "+" not in name:
-            return self.drafters.create(name, options)
+            return self._create(name, options)
         parts, options = name.split("+"), dict(options or {})
         budget = options.pop("budget", None)
         if len(set(parts)) < len(parts):
@@ -253,7 +257,16 @@ class Registry:
                 )
         if self.merger is None:
             raise InvalidRequest(f"this registry cannot merge drafters ({name!r}): its merger is None")
-        return self.merger([self.drafters.create(part, options.get(part)) for part in parts], budget=budget)
+        return self.merger([self._create(part, options.get(part)) for part in parts], budget=budget)
+
+    def _create(self, name: str, options: Mapping[str, Any] | None) -> Drafter:
+        """Makes one drafter; `gamma="auto"` goes to the tuner if the drafter has a gamma of its own."""
+        rest = dict(options or {})
+        if rest.get("gamma") != AUTO or all(option.name != "gamma" for option in self.drafters.options(name)):
+            return self.drafters.create(name, options)
+        if self.tuner is None:
+            raise InvalidRequest(f"this registry has nothing to choose a gamma of {name!r} with: its tuner is None")
+        return self.tuner(lambda gamma: self.drafters.create(name, {**rest, "gamma": gamma}))
 
     def create_rule(self, name: str, options: Mapping[str, Any] | None = None) -> Rule:
         """Makes an acceptance rule by name.

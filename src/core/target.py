@@ -19,9 +19,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .anatomy import find_blocks, find_decoder, forward_arguments, probe
 from .cache import SlotCache
+from .checks import switch
 from .drafter import FeatureName
 from .errors import InvalidRequest
 from .masks import MaskPlan, tree_masks, tree_positions
+from .packing import check_fresh, packed_copy
 from .proposal import ExitStates
 from .tree import TokenTree
 
@@ -51,17 +53,27 @@ class Target:
         model: any decoder-only model of transformers whose layers keep keys and values for every token.
         tokenizer: needed for text in and out, not for token ids.
         prefill_chunk: most prompt tokens read in one forward; bounds the memory of long prompts.
+        packed: multiply by packed copies of the weights of linear layers (core/packing.py): on a CPU a pass over a
+            tree then costs little more than one over a token. Takes the memory of these weights once more; logits
+            differ from the model's by rounding.
 
     Raises:
+        InvalidRequest: `packed` for a model that is not on the CPU, or of a type that cannot be packed.
         UnsupportedModel: the model cannot score trees; the message names what prevents it.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None, *, prefill_chunk: int = 1024
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        prefill_chunk: int = 1024,
+        packed: bool = False,
     ) -> None:
         if prefill_chunk < 1:
             raise InvalidRequest(f"prefill_chunk must be >= 1, got {prefill_chunk}")
-        self.model = model
+        self.packed = switch("packed", packed)
+        self.model = model = packed_copy(model) if packed else model
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
         self.config = model.config.get_text_config(decoder=True)
@@ -73,22 +85,26 @@ class Target:
         self._state = self._model_state()
 
     @classmethod
-    def from_pretrained(cls, source: str | Path, *, dtype: str | torch.dtype | None = None, **options: Any) -> Target:
+    def from_pretrained(
+        cls, source: str | Path, *, dtype: str | torch.dtype | None = None, packed: bool = False, **options: Any
+    ) -> Target:
         """Loads a model and its tokenizer.
 
         Args:
             source: a directory, a hub id, a GGUF file, or `"smollm2"`, the packaged demo model.
             dtype: such as `"bfloat16"`; None keeps the type the weights are stored in.
+            packed: as of `Target`.
             **options: as of `draftwood.core.loading.load_model`.
 
         Raises:
+            InvalidRequest: an option that cannot work.
             ModelNotFound: there is no model or no tokenizer at `source`.
             UnsupportedModel: the model cannot score token trees.
         """
         from .loading import load_model
 
         model, tokenizer = load_model(source, dtype=dtype, **options)
-        return cls(model, tokenizer)
+        return cls(model, tokenizer, packed=packed)
 
     @property
     def device(self) -> torch.device:
@@ -139,13 +155,16 @@ class Target:
         """Returns an empty cache for this model.
 
         Raises:
-            InvalidRequest: the model was moved, converted or given another attention since the target was built.
+            InvalidRequest: the model was moved, converted or given another attention since the target was built, or
+                weights changed that were packed.
         """
         if self._model_state() != self._state:
             raise InvalidRequest(
                 f"the model was {self._state} when the target was built and is {self._model_state()} now; "
                 "build a new Target"
             )
+        if self.packed:
+            check_fresh(self.model)
         return SlotCache(self.layout, rows, capacity)
 
     def score(

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .anatomy import REFUSALS
 from .errors import InvalidRequest, UnsupportedModel
+from .packing import PackedLinear
 from .proposal import ExitStates
 from .target import Target
 from .tree import TokenTree
@@ -169,13 +170,14 @@ def _token_ids(tokens: Tensor, vocabulary: int) -> Tensor:
 
 def _rows(output: nn.Module, tokens: Tensor) -> nn.Module:
     """Returns an LM head that computes the logits of `tokens` alone, or, of an unusual one, picks them out."""
-    if type(output) is not nn.Linear:  # quantised or adapted: its weights are not what it multiplies by
+    # Anything else, quantised or adapted, multiplies by something else than its weight.
+    if not isinstance(output, nn.Linear) or type(output) not in (nn.Linear, PackedLinear):
         return _Picked(output, tokens)
     rows = nn.Linear(output.in_features, len(tokens), bias=output.bias is not None, device="meta")
     for name, parameter in output.named_parameters(recurse=False):
         kept = parameter.detach()[tokens.to(parameter.device)]
         setattr(rows, name, nn.Parameter(kept, requires_grad=False))
-    return rows
+    return PackedLinear(rows) if isinstance(output, PackedLinear) else rows
 
 
 class _Picked(nn.Module):

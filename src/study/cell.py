@@ -25,7 +25,7 @@ class Conditions:
 
     Attributes:
         target: where the target came from.
-        dtype: of its weights.
+        dtype: of its weights, and whether they are packed.
         rule: name of the acceptance rule.
         temperature: 0 is greedy.
         batch_size: prompts decoded together.
@@ -50,7 +50,7 @@ class Conditions:
         """Fills in what the target knows: its name, its type, whether it has a chat template."""
         known = source if not isinstance(source, Target) else target.model.config.name_or_path
         chat = bool(getattr(target.tokenizer, "chat_template", None)) if chat is None else chat
-        dtype = str(target.dtype).removeprefix("torch.")
+        dtype = str(target.dtype).removeprefix("torch.") + (", packed" if target.packed else "")
         name = str(known or type(target.model).__name__)
         return cls(name, dtype, chat=chat, max_new_tokens=max_new_tokens, seed=seed)
 

@@ -46,6 +46,7 @@ def compare(
     chat: bool | None = None,
     dtype: str | None = None,
     device: str | None = None,
+    packed: bool = False,
     directory: str | Path | None = None,
     registry: Registry | None = None,
     progress: Progress | None = None,
@@ -71,6 +72,7 @@ def compare(
         chat: render prompts with the chat template; None does so where there is one.
         dtype: of targets that are loaded here.
         device: of targets that are loaded here; None takes this process's accelerator, if there is one.
+        packed: whether targets that are loaded here keep packed weights too.
         directory: where finished cells are kept; a study that was killed goes on there, and several processes may
             share it. None keeps them in memory.
         registry: plugins to choose from; the built-in and installed ones when None.
@@ -95,7 +97,7 @@ def compare(
     for place, one in enumerate(targets):
         loaded = one
         if not isinstance(loaded, Target):
-            loaded = Target.from_pretrained(loaded, dtype=dtype, device=device or default_device())
+            loaded = Target.from_pretrained(loaded, dtype=dtype, device=device or default_device(), packed=packed)
         common = Conditions.of(loaded, one, max_new_tokens=max_new_tokens, seed=seed, chat=chat)
         conditions = [
             replace(common, rule=rule, temperature=float(temperature), batch_size=batch_size)

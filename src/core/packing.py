@@ -1,0 +1,120 @@
+"""Packed linears: a CPU target whose matrices are also kept in the layout that oneDNN multiplies fastest by.
+
+A verify pass multiplies few rows by large matrices, the case that general matrix products on a CPU are worst at. With
+packed weights a pass over a small tree costs little more than one over a single token. The user's model is not touched:
+a copy of its modules, sharing every weight with it, multiplies by the packed weights, which are memory of its own.
+Results differ from the model's own by rounding. This module knows nothing of trees, caches or drafters.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .errors import InvalidRequest, UnsupportedModel
+
+ROWS_HINT = 16
+"""The number of rows that the layout is chosen for; measured to be good from 1 to 512, where a hint of 1 is not."""
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that shares its weight with another one and multiplies by a packed copy of it.
+
+    Where a gradient is wanted it multiplies by the weight itself.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.train(linear.training)
+        self._packed = _Packed(linear.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns [..., out_features]."""
+        if torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad):
+            return super().forward(input)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(input, self._packed.weight, self.bias, "none", [], "")
+        return product
+
+    @property
+    def stale(self) -> bool:
+        """Whether the weight was changed since it was packed."""
+        return self._packed.of != _version(self.weight)
+
+
+class _Packed:
+    """A packed weight; never copied with the modules that hold it, since nothing writes to it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        # Whatever mode the caller is in: an inference tensor could not be used where gradients are on.
+        with torch.inference_mode(False), torch.no_grad():
+            plain = weight.clone() if weight.is_inference() else weight.detach()
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(plain.contiguous(), ROWS_HINT)
+        self.of = _version(weight)
+
+    def __deepcopy__(self, _: Any) -> _Packed:
+        return self
+
+
+def _version(weight: Tensor) -> tuple[int, int]:
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
+def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns a copy of a model's modules that shares all its weights, with packed linears.
+
+    Layers of other classes than `torch.nn.Linear`, such as quantised ones, stay what they are.
+
+    Args:
+        model: on the CPU, in float32, or in bfloat16 where the CPU has instructions for it.
+
+    Raises:
+        InvalidRequest: the model is elsewhere, or of another type.
+        UnsupportedModel: it has no linear layers to pack, or modules that cannot be copied.
+    """
+    weight = model.get_input_embeddings().weight
+    if weight.device.type != "cpu" or getattr(model, "hf_device_map", None):
+        raise InvalidRequest(f"packed=True is for models on the CPU, this one is on {weight.device}; leave it out")
+    if not _packable(model.dtype):
+        raise InvalidRequest(
+            f"packed=True needs float32 weights, or bfloat16 on a CPU with instructions for it, got {model.dtype}; "
+            "load the model with dtype=torch.float32, or leave it out"
+        )
+    shared: dict[int, Any] = {id(model.config): model.config}
+    shared.update((id(part), part) for part in (*model.parameters(), *model.buffers()))
+    try:
+        twin: PreTrainedModel = copy.deepcopy(model, shared)
+    except (TypeError, RuntimeError) as error:
+        raise UnsupportedModel(f"the modules of {type(model).__name__} cannot be copied: {error}") from error
+    linears = [
+        (parent, name, child)
+        for parent in twin.modules()
+        for name, child in parent.named_children()
+        if type(child) is nn.Linear and _packable(child.weight.dtype)
+    ]
+    if not linears:
+        raise UnsupportedModel(f"{type(model).__name__} has no torch.nn.Linear layers to pack; leave packed=True out")
+    for parent, name, linear in linears:
+        parent.register_module(name, PackedLinear(linear))
+    return twin
+
+
+def check_fresh(model: nn.Module) -> None:
+    """Checks that no weight was changed since it was packed.
+
+    Raises:
+        InvalidRequest: one was.
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, PackedLinear) and part.stale:
+            raise InvalidRequest(f"the weight of {name!r} was changed since it was packed; build a new Target")
+
+
+def _packable(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

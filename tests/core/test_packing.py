@@ -1,0 +1,109 @@
+"""Packed targets: the same model but for rounding, and the user's own is left as it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import draftwood as dw
+from draftwood.core.errors import InvalidRequest
+from draftwood.core.packing import PackedLinear
+from draftwood.core.tree import TokenTree
+from draftwood.core.views import head_of
+from tests.conftest import llama_config, tiny_model
+
+PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16]]
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_model(llama_config(layers=3, heads=4)).float()
+
+
+def scores(target: dw.Target, width: int) -> torch.Tensor:
+    with torch.inference_mode():
+        tree = TokenTree.chain(torch.arange(20, 20 + width)[None]) if width else TokenTree.empty(1)
+        return target.score(target.new_cache(1), [[5, 6, 7]], tree).logits
+
+
+@pytest.mark.parametrize("width", [0, 1, 7, 40])
+def test_logits_differ_by_rounding_alone(model: PreTrainedModel, width: int) -> None:
+    plain, packed = dw.Target(model), dw.Target(model, packed=True)
+    torch.testing.assert_close(scores(packed, width), scores(plain, width), rtol=1e-4, atol=1e-4)
+
+
+def test_the_users_model_is_left_as_it_was_and_shares_every_weight(model: PreTrainedModel) -> None:
+    before = {name: (type(part), dict(vars(part))) for name, part in model.named_modules()}
+    packed = dw.Target(model, packed=True).model
+    assert {name: (type(part), dict(vars(part))) for name, part in model.named_modules()} == before
+    assert [part.data_ptr() for part in packed.parameters()] == [part.data_ptr() for part in model.parameters()]
+    assert packed.config is model.config
+    linears = [part for part in packed.modules() if isinstance(part, nn.Linear)]
+    assert len(linears) == 3 * 7 + 1
+    assert all(isinstance(part, PackedLinear) for part in linears)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [
+        ("none", {}),
+        ("lookahead+prompt-lookup", {}),
+        ("layer-skip", {"skip": {"attention": [1], "mlp": [2]}}),
+        ("early-exit", {"exit_layer": 2, "tree": (2, 1)}),
+    ],
+)
+def test_every_kind_of_pass_gives_the_texts_of_the_packed_target(
+    model: PreTrainedModel, drafter: str, options: dict[str, Any]
+) -> None:
+    """Whole passes, views that leave layers out, resumed passes, and ragged batches."""
+    target = dw.Target(model, packed=True)
+    plain = dw.Decoder(target).generate(PROMPTS, max_new_tokens=16)
+    drafted = dw.Decoder(target, drafter, drafter_options=options).generate(PROMPTS, max_new_tokens=16)
+    assert [text.tokens for text in drafted] == [text.tokens for text in plain]
+
+
+def test_the_lm_head_alone_is_packed_too_and_lets_gradients_through(model: PreTrainedModel) -> None:
+    target = dw.Target(model, packed=True)
+    kept = torch.tensor([3, 50, 7])
+    hidden = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(0))
+    expected = model.lm_head(hidden)
+    torch.testing.assert_close(head_of(target)(hidden), expected, rtol=1e-4, atol=1e-4)
+    few = head_of(target, kept)
+    torch.testing.assert_close(few(hidden), expected[..., kept], rtol=1e-4, atol=1e-4)
+    wanted = hidden.requires_grad_()
+    few(wanted).sum().backward()
+    torch.testing.assert_close(wanted.grad[0, 0], model.lm_head.weight[kept].sum(0))
+
+
+def test_weights_changed_since_are_noticed(model: PreTrainedModel) -> None:
+    target = dw.Target(model, packed=True)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(InvalidRequest, match=r"layers\.1\.mlp\.up_proj.*build a new Target"):
+        target.new_cache(1)
+
+
+def test_weights_made_in_inference_mode_can_be_packed() -> None:
+    with torch.inference_mode():
+        model = tiny_model(llama_config(layers=1, heads=2)).float()
+        target = dw.Target(model, packed=True)
+    assert len(dw.Decoder(target).generate([1, 2], max_new_tokens=3).tokens) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "packed", "message"),
+    [
+        (lambda model: model.double(), True, "float64"),
+        (lambda model: model.half(), True, "float16"),
+        (lambda model: model.to("meta"), True, "meta"),
+        (lambda model: model, "yes", "True or False, got 'yes'"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(model: PreTrainedModel, change: Any, packed: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        dw.Target(change(copy.deepcopy(model)), packed=packed)
