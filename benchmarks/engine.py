@@ -22,6 +22,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
+    PreTrainedModel,
     Qwen3Config,
 )
 
@@ -96,7 +97,14 @@ def identity(name: str, target: dw.Target, prompts: list[list[int]], length: int
     )
 
 
-def against_generate(target: dw.Target, prompts: list[list[int]], length: int, rounds: int) -> None:
+def described(target: dw.Target) -> str:
+    """The type of a target's weights, and whether they are packed."""
+    return str(target.dtype) + (", packed" if target.packed else "")
+
+
+def against_generate(
+    model: PreTrainedModel, target: dw.Target, prompts: list[list[int]], length: int, rounds: int
+) -> None:
     """`none` through the engine against `model.generate`, taking turns; decoding and prefill together."""
     decoder, ratios, other, seconds = dw.Decoder(target), [], 0.0, 0.0
     for turn in range(rounds + 1):
@@ -109,7 +117,7 @@ def against_generate(target: dw.Target, prompts: list[list[int]], length: int, r
                 else:
                     ids = torch.tensor([prompt])
                     given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None}
-                    target.model.generate(ids, max_new_tokens=length, min_new_tokens=length, **given)
+                    model.generate(ids, max_new_tokens=length, min_new_tokens=length, **given)
                 took[who] = time.perf_counter() - start
             if turn:  # the first turn warms up
                 ratios.append(took["generate"] / took["engine"])
@@ -118,12 +126,12 @@ def against_generate(target: dw.Target, prompts: list[list[int]], length: int, r
                 seconds += spent.total - spent.prefill
     show(
         figure="speed of `none` over model.generate",
-        dtype=str(target.dtype),
+        dtype=described(target),
         median=round(statistics.median(ratios), 3),
         quartiles=[round(value, 3) for value in statistics.quantiles(ratios, n=4)[::2]],
         pairs=len(ratios),
     )
-    show(figure="share of a plain round that the engine adds", dtype=str(target.dtype), share=round(other / seconds, 4))
+    show(figure="share of a plain round that the engine adds", dtype=described(target), share=round(other / seconds, 4))
 
 
 def drafted_overhead(target: dw.Target, prompts: list[list[int]], length: int) -> None:
@@ -132,7 +140,11 @@ def drafted_overhead(target: dw.Target, prompts: list[list[int]], length: int) -
     spent = [out.stats.seconds for out in outs]
     rounds = sum(one.total - one.prefill for one in spent)
     added = sum(one.accept + one.commit + one.other for one in spent)
-    show(figure="share of a prompt-lookup round that the engine adds", share=round(added / rounds, 4))
+    show(
+        figure="share of a prompt-lookup round that the engine adds",
+        dtype=described(target),
+        share=round(added / rounds, 4),
+    )
 
 
 def prompt_lookup_on_summaries(target: dw.Target, limit: int) -> None:
@@ -169,7 +181,7 @@ def pass_widths(target: dw.Target, context: int = 256, rounds: int = 8) -> None:
             cache.keep([[]])
             cache.lengths[0] = context  # forgets the pending token too
     medians = {label: round(1000 * statistics.median(times[1:]), 1) for label, times in took.items()}
-    show(figure="milliseconds a pass by tokens", dtype=str(target.dtype), context=context, **medians)
+    show(figure="milliseconds a pass by tokens", dtype=described(target), context=context, **medians)
 
 
 def main() -> None:
@@ -191,18 +203,20 @@ def main() -> None:
     torch.set_num_threads(threads)
     for dtype in given.dtype or ["float32", "bfloat16"]:
         model, tokenizer = load_model("smollm2", dtype=dtype)
-        target = dw.Target(model, tokenizer)
-        decoder = dw.Decoder(target)
+        targets = [dw.Target(model, tokenizer)]
+        decoder = dw.Decoder(targets[0])
         prompts = [decoder.encode([{"role": "user", "content": text}]) for _, text in PACKAGED[:count]]
-        if dtype == "float32" and given.only in (None, "identity"):
-            identity("SmolLM2-135M", target, prompts, length)
-        if given.only in (None, "widths"):
-            pass_widths(target)
-        if given.only not in (None, "speed"):
-            continue
-        against_generate(target, prompts, length, rounds=1 if given.quick else 3)
-        drafted_overhead(target, prompts, length)
-        prompt_lookup_on_summaries(target, limit=count)
+        if dtype == "float32":
+            targets.append(dw.Target(model, tokenizer, packed=True))
+            if given.only in (None, "identity"):
+                identity("SmolLM2-135M", targets[0], prompts, length)
+        for target in targets:
+            if given.only in (None, "widths"):
+                pass_widths(target)
+            if given.only in (None, "speed"):
+                against_generate(model, target, prompts, length, rounds=1 if given.quick else 3)
+                drafted_overhead(target, prompts, length)
+                prompt_lookup_on_summaries(target, limit=count)
 
 
 if __name__ == "__main__":
