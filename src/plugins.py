@@ -6,18 +6,26 @@ registry imports none of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from .core.drafter import Drafter
-from .core.errors import DuplicateName
+from .core.errors import DuplicateName, InvalidRequest
 from .core.registry import PROJECT, Catalog, Registry, hookimpl
 from .core.rule import Rule
 from .drafters.merged import Merged
 
 
 class BuiltIn:
-    """The plugin that ships with the package; one line for each name."""
+    """The plugin that ships with the package; one line for each name.
+
+    Args:
+        registry: where a drafter that wraps another one by name finds it.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
 
     @hookimpl
     def register_drafters(self, registry: Catalog[Drafter]) -> None:
@@ -32,11 +40,25 @@ class BuiltIn:
         add("lookahead", f"{home}.lookahead:Lookahead", summary="n-grams from a window of parallel guesses")
         add("layer-skip", f"{home}.layer_skip:LayerSkip", summary="the target without some of its sub-layers")
         add("early-exit", f"{home}.early_exit:EarlyExit", summary="the target's first layers; the others verify")
+        add("auto", self.auto, summary="another drafter, as deep and as wide as pays here; off where none does")
         add(
             "oracle",
             f"{home}.oracle:Oracle",
             summary="a recorded text, as right and as slow as it is told; for benchmarks",
         )
+
+    def auto(self, *, of: str | Drafter = "prompt-lookup", seconds: float = 1.5, **options: Any) -> Drafter:
+        """Wraps a drafter so that it drafts where that pays.
+
+        Args:
+            of: the drafter, by name or built.
+            seconds: most time spent on measuring the target when it is bound; once a target.
+            **options: those of the drafter named.
+        """
+        inner = self._registry.create_drafter(of, options) if isinstance(of, str) else of
+        if options and not isinstance(of, str):
+            raise InvalidRequest(f"options {options} go with a drafter's name; the drafter given is already built")
+        return _tuned(lambda _: inner, seconds=seconds)
 
     @hookimpl
     def register_rules(self, registry: Catalog[Rule]) -> None:
@@ -63,8 +85,8 @@ def load_registry(extras: Iterable[object] = ()) -> Registry:
         DuplicateName: two plugins claim one name.
     """
     registry = Registry()
-    registry.merger = Merged
-    registry.register(BuiltIn(), PROJECT)
+    registry.merger, registry.tuner = Merged, _tuned
+    registry.register(BuiltIn(registry), PROJECT)
     for entry_point in sorted(entry_points(group=PROJECT), key=_label):
         try:
             registry.register(entry_point.load(), _label(entry_point))
@@ -75,6 +97,14 @@ def load_registry(extras: Iterable[object] = ()) -> Registry:
     for extra in extras:
         registry.register(extra, getattr(extra, "__name__", type(extra).__name__))
     return registry
+
+
+def _tuned(make: Callable[[int], Drafter], **options: Any) -> Drafter:
+    """Returns a wrap of what `make` makes of the longest draft there is; imported on use, as all built-ins are."""
+    from .drafters.auto import LONGEST, Auto
+
+    made = make(LONGEST)
+    return made if isinstance(made, Auto) else Auto(of=made, **options)
 
 
 def _label(entry_point: EntryPoint) -> str:
