@@ -42,7 +42,12 @@ def draft_model(
     data: Data,
     output: Output,
     steps: Steps,
-    layers: Annotated[int, typer.Option(help="Blocks of the target to start from, evenly spaced.")] = 4,
+    init: Annotated[
+        str | None, typer.Option(help="Student to start from, a directory or hub id; it settles the sizes below.")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Blocks of the target to start from, evenly spaced.  [default: 4]")
+    ] = None,
     keep_layers: Annotated[str | None, typer.Option(help="These blocks instead, such as 0,10,20,29.")] = None,
     width: Annotated[int | None, typer.Option(help="Of the hidden states.  [default: the target's]")] = None,
     loss: Annotated[
@@ -99,7 +104,7 @@ def draft_model(
     sequences = read_sequences(data, target, length, limit_tokens)
 
     def run(told: dict[str, Any]) -> None:
-        train_draft_model(target, sequences, output, schedule, recipe, cache=cache, save_dtype=saved, **told)
+        train_draft_model(target, sequences, output, schedule, recipe, init=init, cache=cache, save_dtype=saved, **told)
 
     def tell(entry: dict[str, Any], _: dict[str, Any]) -> tuple[int, str]:
         if found := entry.get("evaluation"):

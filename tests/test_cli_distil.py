@@ -69,6 +69,16 @@ def test_the_default_student_and_what_is_said(tiny: Path, tmp_path: Path):
     assert settings["evaluation"].keys() == {"loss", "agreement", "acceptance", "tau", "greedy tau"}
 
 
+def test_a_student_is_trained_further(tiny: Path, tmp_path: Path):
+    good(*command(tiny, tmp_path / "first", "--layers", "1", "--width", "16", "--dtype", "float32"))
+    further = ["--init", tmp_path / "first", "--dtype", "float32", "--learning-rate", "1e-12"]
+    good(*command(tiny, tmp_path / "then", *further))
+    first, then = (Target.from_pretrained(tmp_path / name).model.state_dict() for name in ("first", "then"))
+    for name, tensor in first.items():
+        torch.testing.assert_close(then[name], tensor, rtol=0, atol=1e-6)
+    check_refused(dw(*command(tiny, tmp_path / "x", *further, "--layers", "2")), "has layers=1, not layers=2")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

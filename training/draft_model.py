@@ -30,10 +30,13 @@ from .features import FeatureSource, feature_sources
 from .fingerprint import fingerprint
 from .loop import Figures, Objective, Schedule, held_out, train
 from .output import new_output, publish
-from .student import make_student, spread
+from .student import load_student, make_student, spread
 
 Loss = Literal["forward", "reverse", "tv"]
 Head = Callable[[Tensor], Tensor]
+
+LAYERS = 4
+"""Blocks of a student of which nothing else is said."""
 
 POSITIONS = 256
 """At how many positions logits are in memory at once: 50 MB each of float32 with a vocabulary of 49,152."""
@@ -44,9 +47,10 @@ class DraftModelRecipe:
     """What the student is and what it learns.
 
     Attributes:
-        layers: how many of the target's blocks it starts from, evenly spaced, the first and the last among them.
+        layers: how many of the target's blocks it starts from, evenly spaced, the first and the last among them; 4 when
+            None, or as many as the student has that training starts from.
         keep_layers: these blocks instead.
-        width: of its hidden states; the target's when None.
+        width: of its hidden states; the target's when None, or that student's.
         loss: `"forward"` KL(p || q), `"reverse"` KL(q || p), or `"tv"`, their total variation: 1 - alpha itself, of
             which little gradient comes while p and q have little in common.
         cross_entropy: how much of the loss is the cross-entropy of the text instead, from 0 to 1.
@@ -54,7 +58,7 @@ class DraftModelRecipe:
         held_out: share of the sequences to measure on, or how many; 0 measures nothing.
     """
 
-    layers: int = 4
+    layers: int | None = None
     keep_layers: tuple[int, ...] | None = None
     width: int | None = None
     loss: Loss = "forward"
@@ -63,17 +67,19 @@ class DraftModelRecipe:
     held_out: int | float = 0.05
 
     def __post_init__(self) -> None:
-        whole_number("layers", self.layers)
         whole_number("gamma", self.gamma)
-        if self.width is not None:
-            whole_number("width", self.width)
+        for name in ("layers", "width"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name))
         if self.loss not in get_args(Loss):
             raise InvalidRequest(f"loss must be one of {', '.join(get_args(Loss))}, got {self.loss!r}")
         real_number("cross_entropy", self.cross_entropy, 0.0, 1.0)
 
     def blocks(self, layers: int) -> tuple[int, ...]:
         """Returns the blocks of a target of `layers` that the student starts from."""
-        return spread(layers, self.layers) if self.keep_layers is None else tuple(self.keep_layers)
+        if self.keep_layers is not None:
+            return tuple(self.keep_layers)
+        return spread(layers, LAYERS if self.layers is None else self.layers)
 
 
 def train_draft_model(
@@ -83,6 +89,7 @@ def train_draft_model(
     schedule: Schedule,
     recipe: DraftModelRecipe | None = None,
     *,
+    init: str | Path | None = None,
     cache: str | Path | None = None,
     save_dtype: torch.dtype | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
@@ -100,6 +107,7 @@ def train_draft_model(
         output: directory to make, which must not exist yet.
         schedule: how long and how fast.
         recipe: what the student is and learns.
+        init: student to start from, such as one that was trained before, in place of the target's blocks.
         cache: directory for the target's last hidden states, computed there once; without it they are computed as
             needed.
         save_dtype: of the saved weights; the target's when None.
@@ -114,18 +122,18 @@ def train_draft_model(
     Raises:
         InvalidRequest: a setting that cannot work, data that does not fit, an `output` that exists, or one begun
             with other settings.
-        InvalidCheckpoint: the checkpoint of the stopped run, or the cache, cannot be read.
+        InvalidCheckpoint: `init`, the checkpoint of the stopped run, or the cache, cannot be read.
+        ModelNotFound: there is no model at `init`.
+        VocabularyMismatch: the tokens of `init` are not the target's.
         UnsupportedModel: the target cannot be cut so, or its LM head cannot be run on its own.
     """
     recipe = recipe or DraftModelRecipe()
     output, working = new_output(output)
     check_vocabulary(data, target.vocabulary_size)
     learnt, held = split(data, recipe.held_out, schedule.seed) if recipe.held_out else (data, None)
-    counts = torch.bincount(learnt.tokens.flatten(), minlength=target.vocabulary_size)
-    kept = recipe.blocks(target.layers)
-    student = make_student(target, kept, recipe.width, counts)
+    student, setup = _student(target, learnt, recipe, init)
     source, measuring = feature_sources(target, ["last"], learnt, held, cache, on_features)
-    setup = {"recipe": asdict(recipe), "keep_layers": kept, "model": fingerprint(target.model)}
+    setup["model"] = fingerprint(target.model)
     objective = Distillation(student, source, target, recipe)
     evaluate = None if held is None else _evaluation(Distillation(student, measuring, target, recipe), held, schedule)
     measured: dict[str, float] = {}
@@ -154,6 +162,26 @@ def train_draft_model(
     }
     publish(output, working, write, settings)
     return student
+
+
+def _student(
+    target: Target, data: Sequences, recipe: DraftModelRecipe, init: str | Path | None
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Returns the student that training starts from, and what the run is to be known by."""
+    told = asdict(recipe)
+    if init is None:
+        counts = torch.bincount(data.tokens.flatten(), minlength=target.vocabulary_size)
+        kept = recipe.blocks(target.layers)
+        student = make_student(target, kept, recipe.width, counts)
+        return student, {"recipe": told | {"layers": recipe.layers or LAYERS}, "keep_layers": kept}
+    student = load_student(target, init)
+    config = student.config.get_text_config(decoder=True)
+    sizes = {"layers": config.num_hidden_layers, "width": config.hidden_size, "keep_layers": None}
+    for name, size in sizes.items():
+        if told[name] not in (None, size):
+            has = "its own blocks" if size is None else f"{name}={size}"
+            raise InvalidRequest(f"the student at {str(init)!r} has {has}, not {name}={told[name]}; leave it out")
+    return student, {"recipe": told | sizes, "init": fingerprint(student)}
 
 
 def _evaluation(objective: Distillation, held: Sequences, schedule: Schedule) -> Callable[[], dict[str, float]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftwood.core.anatomy import find_blocks, find_decoder
 from draftwood.core.checks import whole_number
-from draftwood.core.errors import InvalidRequest, UnsupportedModel
+from draftwood.core.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel, VocabularyMismatch
+from draftwood.core.loading import load_model
 from draftwood.core.target import Target
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -81,7 +83,7 @@ def make_student(
     if narrow:
         _check_kind(target)
         _set_width(text, whole_number("width", width))
-    dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(target.dtype, torch.float32)
     with torch.random.fork_rng(devices=[]):  # what is drawn here is overwritten
         student: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     if narrow:
@@ -90,6 +92,40 @@ def make_student(
     else:
         _copy(target, student, layers)
     student.generation_config = copy.deepcopy(target.model.generation_config)
+    return student.to(target.device).eval()  # type: ignore[no-any-return, arg-type]
+
+
+def load_student(target: Target, source: str | Path) -> PreTrainedModel:
+    """Returns a student that was trained before, to be trained further, in evaluation mode.
+
+    Args:
+        target: whose tokens it has to know.
+        source: a directory or hub id of a model.
+
+    Returns:
+        Float32 weights (float64 for a target in float64), on the target's device.
+
+    Raises:
+        ModelNotFound: there is no model at `source`.
+        InvalidCheckpoint: it cannot be read, or has another number of tokens than the target.
+        VocabularyMismatch: its tokens are others.
+        UnsupportedModel: it cannot draft.
+    """
+    student, tokenizer = load_model(source, dtype=torch.promote_types(target.dtype, torch.float32))
+    size = Target(student, tokenizer).vocabulary_size
+    if size != target.vocabulary_size:
+        raise InvalidCheckpoint(
+            f"{str(Path(source) / 'config.json')!r}: 'vocab_size' is {size}; the target's vocabulary is "
+            f"{target.vocabulary_size}"
+        )
+    if target.tokenizer is not None:
+        ours, theirs = target.tokenizer.get_vocab(), tokenizer.get_vocab()
+        for token in sorted(ours.keys() | theirs.keys()):
+            if ours.get(token) != theirs.get(token):
+                raise VocabularyMismatch(
+                    f"the student at {str(source)!r} has another vocabulary than the target: {token!r} is token "
+                    f"{theirs.get(token)}, not {ours.get(token)}"
+                )
     return student.to(target.device).eval()  # type: ignore[no-any-return, arg-type]
 
 

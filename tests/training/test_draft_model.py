@@ -14,7 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from draftwood.core.errors import InvalidRequest, UnsupportedModel
+from draftwood.core.errors import (
+    InvalidCheckpoint,
+    InvalidRequest,
+    ModelNotFound,
+    UnsupportedModel,
+    VocabularyMismatch,
+)
 from draftwood.core.target import Target
 from draftwood.core.views import layer_view
 from draftwood.decoder import Decoder
@@ -324,6 +330,66 @@ def test_what_is_saved(tmp_path: Path):
     loaded = Target.from_pretrained(tmp_path / "out")
     assert loaded.tokenizer is not None and loaded.tokenizer.get_vocab() == target.tokenizer.get_vocab()
     assert torch.equal(logits(loaded.model), logits(student))
+
+
+def test_a_student_is_trained_further_on_other_data(tmp_path: Path):
+    """In a new run with a schedule of its own, which a stop does not change either."""
+    target, recipe = sharp(tied=True), DraftModelRecipe(layers=2, width=16, held_out=3)
+    train_draft_model(target, own_text(target, 20), tmp_path / "first", FAST, recipe, save_dtype=torch.float32)
+    more, again = own_text(target, 40, seed=5), replace(FAST, seed=8, learning_rate=1e-2)
+    rest = replace(recipe, layers=None, width=None)
+
+    def further(name: str, recipe: DraftModelRecipe = rest, **options: Any) -> PreTrainedModel:
+        schedule = options.pop("schedule", again)
+        options = {"init": tmp_path / "first"} | options
+        return train_draft_model(target, more, tmp_path / name, schedule, recipe, **options)
+
+    lines: list[dict[str, Any]] = []
+    nothing = replace(again, steps=1, learning_rate=1e-12)
+    further("same", schedule=nothing, save_dtype=torch.float32, on_step=lines.append)
+    found = [load_file(tmp_path / name / "model.safetensors") for name in ("first", "same")]
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=0, atol=1e-9)
+    done = further("whole", on_step=lines.append)
+    assert lines[-1]["evaluation"]["loss"] < lines[0]["evaluation"]["loss"]
+    settings = json.loads((tmp_path / "whole" / "training.json").read_text())
+    assert settings["recipe"]["layers"] == 2 and settings["recipe"]["width"] == 16 and settings["init"]
+
+    def stop(entry: dict[str, Any]) -> None:
+        if entry["step"] == 5:
+            raise Stop
+
+    with pytest.raises(Stop):
+        further("stopped", on_step=stop)
+    with pytest.raises(InvalidRequest, match="begun with other loss"):
+        further("stopped", init=tmp_path / "whole")
+    stopped = further("stopped")
+    assert all(torch.equal(tensor, stopped.state_dict()[name]) for name, tensor in done.state_dict().items())
+
+
+def test_students_to_start_from_that_do_not_fit(tmp_path: Path):
+    target, data = sharp(), Sequences(torch.ones(40, 8, dtype=torch.int64), torch.ones(40, 8, dtype=torch.bool))
+    make_student(target, [0, 3], 16).save_pretrained(tmp_path / "first")
+    target.tokenizer.save_pretrained(tmp_path / "first")
+
+    def refused(error: type[Exception], message: str, name: str = "first", **sizes: Any) -> None:
+        with pytest.raises(error, match=message):
+            train_draft_model(target, data, tmp_path / "out", FAST, DraftModelRecipe(**sizes), init=tmp_path / name)
+
+    refused(InvalidRequest, "has layers=2, not layers=3; leave it out", layers=3)
+    refused(InvalidRequest, "has width=16, not width=24", width=24)
+    refused(InvalidRequest, r"has its own blocks, not keep_layers=\(0, 3\)", keep_layers=(0, 3))
+    refused(ModelNotFound, "no model at .*nowhere", name="nowhere")
+    other = tiny_tokenizer(chat=False)
+    other.add_tokens(["strange"])
+    other.save_pretrained(tmp_path / "first")
+    refused(VocabularyMismatch, "'strange' is token")
+    tiny_model(LlamaConfig(**SIZES | {"vocab_size": VOCABULARY + 4})).save_pretrained(tmp_path / "large")
+    target.tokenizer.save_pretrained(tmp_path / "large")
+    refused(InvalidCheckpoint, f"large/config.json': 'vocab_size' is {VOCABULARY + 4}", name="large")
+    weights = tmp_path / "large" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    refused(InvalidCheckpoint, "cannot read the weights of .*large", name="large")
 
 
 @pytest.mark.parametrize(
