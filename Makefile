@@ -7,11 +7,12 @@ PYTHON := $(shell for python in python3.11 python3 python3.12 python3.13 python3
 endif
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP_INTO := python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP := $(BIN)/$(PIP_INTO)
 # One thread a test process: two processes on two cores otherwise fight over them.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-.PHONY: demo check test test-all test-compat docs fuzz bench clean
+.PHONY: demo check test test-all test-compat docs fuzz bench bench-peers clean
 demo: .venv/installed
 	$(BIN)/$(DEMO)
 
@@ -51,6 +52,24 @@ fuzz: .venv/installed
 bench: .venv/installed
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.exactness
+
+# Beside other libraries, each in an environment of its own; `make bench-peers ARGS="--prompts 4 --tokens 48"` is quicker.
+bench-peers: .venv/installed .venv-peers-economize/installed .venv-peers-flashspec/installed .venv-peers-llama/tried
+	$(BIN)/python -m benchmarks.peers $(ARGS)
+
+.venv-peers-economize/installed: PEER := economize==0.3.2
+.venv-peers-flashspec/installed: PEER := flashspec==0.3.1
+.venv-peers-%/installed: .venv/torch
+	test -x .venv-peers-$*/bin/python || $(PYTHON) -m venv .venv-peers-$*
+	.venv-peers-$*/bin/$(PIP_INTO) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	.venv-peers-$*/bin/$(PIP_INTO) $(PEER)
+	touch $@
+
+# It compiles for up to an hour on two cores and does not everywhere; the table then says that it is not installed.
+.venv-peers-llama/tried:
+	test -x .venv-peers-llama/bin/python || $(PYTHON) -m venv .venv-peers-llama
+	-.venv-peers-llama/bin/$(PIP_INTO) llama-cpp-python==0.3.36
+	touch $@
 
 clean:
 	rm -rf .venv .venv-* build dist site *.egg-info
