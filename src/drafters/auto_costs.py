@@ -72,29 +72,41 @@ class PassCosts:
             self._seconds[index] = max(self._seconds[index], self._seconds[index - 1])
         self._plain: dict[int, deque[float]] = {}
         self._wide: dict[tuple[int, int], deque[float]] = {}
+        self._typical: dict[int, float] = {}  # medians, and ratios by rows and nodes; asked for far more often than set
+        self._ratios: dict[tuple[int, int], float] = {}
 
     def plain(self, rows: int) -> float:
         """Returns the seconds of a round that drafts nothing: a median of the last ones."""
-        seen = self._plain.get(rows)
-        return statistics.median(seen) if seen else self._curve(rows)
+        typical = self._typical.get(rows)
+        if typical is None:
+            typical = self._typical[rows] = self._curve(rows)
+        return typical
 
     def drafted(self, rows: int, nodes: int) -> float:
         """Returns the seconds of a round with `nodes` nodes in the widest row, the draft itself not counted."""
         if not nodes:
             return self.plain(rows)
-        ratio = self._curve(rows * (1 + nodes)) / self._curve(rows)
-        seen = self._wide.get((rows, _bucket(nodes)))
-        if seen:
-            ratio = (ratio * TRUST + statistics.median(seen) * len(seen)) / (TRUST + len(seen))
+        ratio = self._ratios.get((rows, nodes))
+        if ratio is None:
+            ratio = self._curve(rows * (1 + nodes)) / self._curve(rows)
+            seen = self._wide.get((rows, _bucket(nodes)))
+            if seen:
+                ratio = (ratio * TRUST + statistics.median(seen) * len(seen)) / (TRUST + len(seen))
+            self._ratios[rows, nodes] = ratio
         return self.plain(rows) * ratio
 
     def learn(self, rows: int, nodes: int, seconds: float) -> None:
         """Notes what a round took."""
         if not nodes:
-            self._plain.setdefault(rows, deque(maxlen=PLAIN_WINDOW)).append(seconds)
+            seen = self._plain.setdefault(rows, deque(maxlen=PLAIN_WINDOW))
+            seen.append(seconds)
+            self._typical[rows] = statistics.median(seen)
         else:
-            seen = self._wide.setdefault((rows, _bucket(nodes)), deque(maxlen=WINDOW))
-            seen.append(seconds / self.plain(rows))
+            bucket = _bucket(nodes)
+            self._wide.setdefault((rows, bucket), deque(maxlen=WINDOW)).append(seconds / self.plain(rows))
+            self._ratios = {
+                at: ratio for at, ratio in self._ratios.items() if (at[0], _bucket(at[1])) != (rows, bucket)
+            }
 
     def _curve(self, tokens: int) -> float:
         """Interpolates; past the last point the last slope goes on, or proportion where there is one point only."""
@@ -121,7 +133,7 @@ class DraftCosts:
             return None
         nearest = min(self._seen, key=lambda known: (abs(known - depth), known))
         times = sorted(self._seen[nearest])
-        return times[(len(times) - 1) // 2] * depth / nearest
+        return times[(len(times) - 1) // 2] * depth / nearest  # the lower median: whatever is new starts slowly
 
     def learn(self, depth: int, seconds: float) -> None:
         """Notes what a draft took, with the telling of what came of it."""

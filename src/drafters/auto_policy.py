@@ -20,7 +20,8 @@ PROBE_DEPTH = 4
 MARGIN = 0.01
 """What a draft must promise to gain, in plain rounds."""
 CHEAP = 0.005
-"""A draft that takes less than this share of a plain round is made every round, to watch what it would have got."""
+"""The share of the time that may go into watching a drafter that does not pay. A draft that takes less than this share
+of a plain round is made every round."""
 STALE = 64
 """Rounds after which a plain one is due, so that what is gained is measured against the present."""
 UNKNOWN = 0.25
@@ -154,7 +155,8 @@ class Policy:
         probe = min(limit, PROBE_DEPTH)
         if not self._covers(rows, probe, plain, probing=True):
             return 0
-        self._interval = min(max(8, 2 * self._interval), 512)
+        often = math.ceil(self._loss(rows, probe, plain, probing=True) / CHEAP)
+        self._interval = min(max(8, 2 * self._interval), max(often, 1), 512)
         if self.drawn:
             self.allowed = _chain(probe)
         return probe
@@ -170,21 +172,24 @@ class Policy:
             spent: seconds that the draft took.
         """
         plain, idle = self.costs.plain(len(rows)), max((tree.idle for tree in trees), default=0)
-        values = [self._values(row.acceptance, row.hot, tree) for row, tree in zip(rows, trees, strict=True)]
-        orders = [
-            sorted((node for node in range(len(own)) if own[node] >= 0.0), key=lambda node: (-own[node], node))
-            for own in values
-        ]
+        price = self._price(len(rows), plain)
+        orders: list[list[int]] = []
+        worth: list[float] = []  # of the nodes that a width of one more adds, all rows together
+        for row, tree in zip(rows, trees, strict=True):
+            values = self._values(row.acceptance, row.hot, tree)
+            order = sorted(range(len(values)), key=lambda node, values=values: -values[node])  # type: ignore[misc]
+            orders.append(order[: len(order) - tree.idle])
+            worth += [0.0] * (len(orders[-1]) - len(worth))
+            for place, node in enumerate(orders[-1]):
+                worth[place] += values[node]
         forced = self.costs.drafted(len(rows), idle)
         best, most, total = 0, MARGIN * plain, 0.0
-        for width in range(1, 1 + max(map(len, orders), default=0)):
-            total += sum(
-                own[order[width - 1]] for own, order in zip(values, orders, strict=True) if width <= len(order)
-            )
+        for width, value in enumerate(worth, start=1):
+            total += value
             seconds = self.costs.drafted(len(rows), idle + width)
             if not self.account.covers((seconds + spent) / plain - 1.0):
                 break
-            gain = total * self._price(len(rows), plain) - (seconds - forced)
+            gain = total * price - (seconds - forced)
             if gain > most:
                 best, most = width, gain
         return Plan([_with_idle(tree, order[:best]) for tree, order in zip(trees, orders, strict=True)])
@@ -272,12 +277,14 @@ class Policy:
         return sum(len(position) <= depth for position in known) + max(depth - max(map(len, known), default=0), 0)
 
     def _covers(self, rows: Sequence[RowMemory], depth: int, plain: float, *, probing: bool) -> bool:
-        """Whether the account covers a round of which nothing is accepted. Chosen trees can still be cut to fit."""
+        return self.account.covers(self._loss(rows, depth, plain, probing=probing))
+
+    def _loss(self, rows: Sequence[RowMemory], depth: int, plain: float, *, probing: bool) -> float:
+        """Returns what a round loses of which nothing is accepted, in plain rounds. Chosen trees can still be cut."""
         forced = self.idle
         if self.drawn:
             forced += depth if probing else self._width(depth)
-        loss = self._draft_seconds(depth, plain) + self.costs.drafted(len(rows), forced) - plain
-        return self.account.covers(loss / plain)
+        return (self._draft_seconds(depth, plain) + self.costs.drafted(len(rows), forced)) / plain - 1.0
 
     def _values(self, acceptance: Acceptance, hot: bool, tree: RowTree, either: bool = False) -> list[float]:
         """Returns for each node how likely it is to be committed; -1 for nodes that are no candidates.
@@ -339,5 +346,6 @@ def _chain(depth: int) -> frozenset[Position]:
 
 
 def _with_idle(tree: RowTree, nodes: Sequence[int]) -> list[int]:
-    idle = [node for node, position in enumerate(tree.positions) if position == IDLE]
-    return sorted([*idle, *nodes])
+    if not tree.idle:
+        return sorted(nodes)
+    return sorted([*(node for node, position in enumerate(tree.positions) if position == IDLE), *nodes])
