@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +18,8 @@ Data = Annotated[
     str,
     typer.Option(
         help="A .jsonl or .parquet file of `text` or `messages`, of which the assistant's are learnt; plain text, "
-        "documents separated by empty lines; or `dataset:NAME,split=train`, with options of `load_dataset`."
+        "documents separated by empty lines; a directory of such; or `dataset:NAME,split=train`, a hub id or directory "
+        "with options of `load_dataset`."
     ),
 ]
 LimitTokens = Annotated[int | None, typer.Option(help="Most tokens to read; a data set is then streamed.")]
@@ -32,9 +35,14 @@ Warmup = Annotated[int, typer.Option(help="Steps in which the learning rate rise
 WeightDecay = Annotated[float, typer.Option(help="Of matrices.")]
 Clip = Annotated[float, typer.Option(help="Longest norm of the gradient.")]
 CheckpointEvery = Annotated[int, typer.Option(help="Steps between checkpoints.")]
-EvalEvery = Annotated[int, typer.Option(help="Steps between evaluations; 0 is at the end only.")]
+EvalEvery = Annotated[
+    int, typer.Option(help="Steps between evaluations, the first before any step; 0 is at the end only.")
+]
 EvalFraction = Annotated[
     float, typer.Option(help="Share of the sequences that is held out to measure on, or their number.")
+]
+OptionalEvalFraction = Annotated[
+    float, typer.Option(help="Share of the sequences to hold out and measure on, or their number; 0 measures nothing.")
 ]
 Nodes = Annotated[int, typer.Option(help="Size of the tree whose expected tau is told.")]
 Init = Annotated[
@@ -51,6 +59,16 @@ Tensorboard = Annotated[bool, typer.Option(help="Also write the log for tensorbo
 
 Entry = dict[str, Any]
 """A line of the training's log."""
+
+
+def check_extra() -> None:
+    """Checks that what training needs is installed.
+
+    Raises:
+        InvalidRequest: the extra is not installed.
+    """
+    if importlib.util.find_spec("accelerate") is None:
+        raise InvalidRequest("training needs accelerate, which is not installed; pip install 'draftwood[train]'")
 
 
 def read_sequences(source: str, target: Target, length: int, limit_tokens: int | None = None) -> Any:
@@ -113,6 +131,8 @@ def run_training(
             raise InvalidRequest(str(error)) from error
         except OSError as error:
             raise InvalidRequest(f"cannot keep the training in {str(output)!r}: {error}") from error
+    if os.environ.get("RANK", "0") != "0":
+        return  # of several processes one says it
     if json_output:
         print_json({"directory": str(output), **last})
         return
@@ -122,8 +142,10 @@ def run_training(
 
 def head_figures(accuracy: str, last: Entry) -> str:
     """Returns what stands beside the bar while heads train: of the latest step, and of the latest evaluation."""
-    text = f"loss {last['loss']:.3f}, top-1 {last[accuracy]:.1%}"
-    return text if "evaluation" not in last else f"{text}, tau {last['evaluation']['expected tau']:.2f}"
+    told = [f"loss {last['loss']:.3f}, top-1 {last[accuracy]:.1%}"] if "loss" in last else []
+    if "evaluation" in last:
+        told.append(f"tau {last['evaluation']['expected tau']:.2f}")
+    return ", ".join(told)
 
 
 def held_out(value: float) -> int | float:

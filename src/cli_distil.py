@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,16 +11,22 @@ from .cli_common import Device, DType, JsonFlag, Model, remark
 from .cli_data import (
     Accumulate,
     BatchSize,
+    Cache,
     CheckpointEvery,
     Clip,
     Data,
+    EvalEvery,
     LearningRate,
     Length,
     LimitTokens,
+    OptionalEvalFraction,
     Output,
     Steps,
+    Tensorboard,
     WeightDecay,
     block_numbers,
+    check_extra,
+    held_out,
     read_sequences,
     run_training,
 )
@@ -65,16 +70,13 @@ def draft_model(
     weight_decay: WeightDecay = 0.0,
     clip: Clip = 1.0,
     gamma: Annotated[int, typer.Option(help="Length of the draft whose expected tau is told.")] = 4,
-    eval_fraction: Annotated[
-        float, typer.Option(help="Share of the data, or number of sequences, to measure on; 0: none.")
-    ] = 0.05,
-    eval_every: Annotated[int, typer.Option(help="Steps between measurements; 0 measures at the end.")] = 0,
+    eval_fraction: OptionalEvalFraction = 0.05,
+    eval_every: EvalEvery = 0,
     seed: Seed = 0,
     checkpoint_every: CheckpointEvery = 100,
-    cache: Annotated[
-        Path | None, typer.Option(help="Directory to keep the target's hidden states in, computed once.")
-    ] = None,
+    cache: Cache = None,
     save_dtype: Annotated[str | None, typer.Option(help="Type of the saved weights.  [default: the target's]")] = None,
+    tensorboard: Tensorboard = False,
     dtype: DType = None,
     device: Device = None,
     json_output: JsonFlag = False,
@@ -83,6 +85,7 @@ def draft_model(
 
     The best data is what the target itself has written (`draftwood synthesise`).
     """
+    check_extra()
     from .training.draft_model import DraftModelRecipe, train_draft_model
     from .training.loop import Schedule
 
@@ -93,7 +96,7 @@ def draft_model(
         loss.value,
         cross_entropy,
         gamma,
-        eval_fraction,
+        held_out(eval_fraction),
     )
     warmup = steps // 20 if warmup is None else warmup
     schedule = Schedule(
@@ -104,12 +107,13 @@ def draft_model(
     sequences = read_sequences(data, target, length, limit_tokens)
 
     def run(told: dict[str, Any]) -> None:
-        train_draft_model(target, sequences, output, schedule, recipe, init=init, cache=cache, save_dtype=saved, **told)
+        kept: dict[str, Any] = {"cache": cache, "save_dtype": saved, "tensorboard": tensorboard}
+        train_draft_model(target, sequences, output, schedule, recipe, init=init, **kept, **told)
 
     def tell(entry: dict[str, Any], _: dict[str, Any]) -> tuple[int, str]:
         if found := entry.get("evaluation"):
             remark(f"step {entry['step']} of {steps}, {entry['seconds'] / 60:.1f} min: {_told(found, gamma)}")
-        return steps, f"loss {entry['loss']:.3f}, acceptance {entry['acceptance']:.1%}"
+        return steps, f"loss {entry['loss']:.3f}, acceptance {entry['acceptance']:.1%}" if "loss" in entry else ""
 
     use = f"draftwood generate {model} PROMPT --drafter draft-model --option model={output}"
     run_training(output, run, tell, use=use, json_output=json_output)

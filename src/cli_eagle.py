@@ -30,6 +30,7 @@ from .cli_data import (
     Tensorboard,
     WeightDecay,
     block_numbers,
+    check_extra,
     head_figures,
     held_out,
     read_sequences,
@@ -124,6 +125,7 @@ def eagle(
     json_output: JsonFlag = False,
 ) -> None:
     """Train an EAGLE head for a model that stays as it is, for the drafter `eagle`."""
+    check_extra()
     from .training.eagle import EagleRecipe, train_eagle
     from .training.loop import Schedule
 

@@ -6,6 +6,7 @@ Everything heavy is imported when its command runs.
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +32,7 @@ from .cli_data import (
     Tensorboard,
     Warmup,
     WeightDecay,
+    check_extra,
     head_figures,
     held_out,
     read_sequences,
@@ -49,6 +51,7 @@ class Layout(StrEnum):
 ACCURACY = "head 0 top-1"
 Heads = Annotated[int | None, typer.Option(help="Tokens to draft ahead.  [default: 4]")]
 Layers = Annotated[int | None, typer.Option(help="Residual blocks of a head.  [default: 1]")]
+Decay = Annotated[float, typer.Option(help="The loss of head k counts decay^k.")]
 Shared = Annotated[
     bool | None, typer.Option("--shared/--own", help="Use the target's LM head, or one of its own for each head.")
 ]
@@ -65,7 +68,7 @@ def medusa(
     shared: Shared = None,
     draft_vocabulary: DraftVocabulary = None,
     distil: Annotated[bool, typer.Option(help="Learn the target's distribution instead of the text.")] = False,
-    decay: Annotated[float, typer.Option(help="The loss of head k counts decay^k.")] = 0.8,
+    decay: Decay = 0.8,
     length: Length = 512,
     limit_tokens: LimitTokens = None,
     batch_size: BatchSize = 8,
@@ -87,6 +90,7 @@ def medusa(
     json_output: JsonFlag = False,
 ) -> None:
     """Train Medusa heads for a model that stays as it is, for the drafter `medusa`."""
+    check_extra()
     from .training.loop import Schedule
     from .training.medusa import MedusaRecipe, train_medusa
 
@@ -118,6 +122,7 @@ def medusa_joint(
     draft_vocabulary: DraftVocabulary = None,
     lora: Annotated[int | None, typer.Option(help="Rank of adapters.  [default: train in full]")] = None,
     self_distil: Annotated[bool, typer.Option(help="Keep the model close to what it was.")] = False,
+    decay: Decay = 0.8,
     length: Length = 512,
     limit_tokens: LimitTokens = None,
     batch_size: BatchSize = 4,
@@ -125,22 +130,31 @@ def medusa_joint(
     learning_rate: Annotated[float, typer.Option(help="The model's; the heads' is 4 times as high.")] = 2e-5,
     head_learning_rate: Annotated[float, typer.Option(help="Of the first stage.")] = 1e-3,
     warmup: Warmup = 0,
+    weight_decay: WeightDecay = 0.0,
+    clip: Clip = 1.0,
     seed: Seed = 0,
     eval_fraction: EvalFraction = 0.05,
     eval_every: EvalEvery = 0,
+    nodes: Nodes = 12,
     checkpoint_every: CheckpointEvery = 100,
+    cache: Annotated[
+        Path | None, typer.Option(help="Directory to keep the target's features of the first stage in.")
+    ] = None,
+    tensorboard: Tensorboard = False,
     dtype: DType = None,
     device: Device = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Train a copy of a model together with Medusa heads (Medusa-2); both are one directory."""
+    check_extra()
     from .training.loop import Schedule
     from .training.medusa import MedusaRecipe
     from .training.medusa_joint import JointRecipe, train_medusa_joint
 
-    recipe = MedusaRecipe(heads, layers, None, draft_vocabulary, held_out=held_out(eval_fraction))
+    recipe = MedusaRecipe(heads, layers, None, draft_vocabulary, decay, held_out=held_out(eval_fraction), nodes=nodes)
     joint = JointRecipe(lora=lora, self_distil=self_distil)
     shape: dict[str, Any] = {"batch_size": batch_size, "accumulate": accumulate, "warmup": warmup, "seed": seed}
+    shape |= {"weight_decay": weight_decay, "clip": clip}
     shape |= {"eval_every": eval_every, "checkpoint_every": checkpoint_every}
     first = Schedule(head_steps, learning_rate=head_learning_rate, **shape) if head_steps else None
     schedule = Schedule(steps, learning_rate=learning_rate, **shape)
@@ -148,8 +162,8 @@ def medusa_joint(
     sequences = read_sequences(data, target, length, limit_tokens)
 
     def run(told: dict[str, Any]) -> None:
-        on_step = told["on_step"]  # features are computed in every step: the model behind them changes
-        train_medusa_joint(target, sequences, output, schedule, recipe, joint, first=first, init=init, on_step=on_step)
+        kept: dict[str, Any] = {"init": init, "cache": cache, "tensorboard": tensorboard}
+        train_medusa_joint(target, sequences, output, schedule, recipe, joint, first=first, **kept, **told)
 
     def tell(entry: dict[str, Any], last: dict[str, Any]) -> tuple[int, str]:
         return steps if "model" in entry else head_steps, head_figures(ACCURACY, last)

@@ -1,4 +1,4 @@
-"""The commands that prepare a target ahead of decoding: `search layer-skip | early-exit`, `train layer-skip`.
+"""The commands that prepare a target ahead of decoding: `search layer-skip | early-exit`, `train layer-skip | plot`.
 
 Everything heavy is imported when its command runs: `draftwood.training` and optuna are not needed for anything else.
 """
@@ -21,14 +21,19 @@ from .cli_data import (
     CheckpointEvery,
     Clip,
     Data,
+    EvalEvery,
     LearningRate,
     Length,
     LimitTokens,
+    OptionalEvalFraction,
     Output,
     Steps,
+    Tensorboard,
     Warmup,
     WeightDecay,
     block_numbers,
+    check_extra,
+    held_out,
     read_sequences,
     run_training,
 )
@@ -137,33 +142,62 @@ def layer_skip_training(
     weight_decay: WeightDecay = 0.0,
     clip: Clip = 1.0,
     seed: Seed = 0,
+    eval_fraction: OptionalEvalFraction = 0.0,
+    eval_every: EvalEvery = 0,
     checkpoint_every: CheckpointEvery = 100,
+    tensorboard: Tensorboard = False,
     dtype: Annotated[str | None, typer.Option(help="Type of weights and optimizer: float32 or bfloat16.")] = None,
     device: Device = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Fine-tune a model so that its early exits draft well (LayerSkip), for the drafter `early-exit`."""
+    check_extra()
     from .training.layer_skip import Recipe, train_layer_skip
     from .training.loop import Schedule
 
     recipe = Recipe(block_numbers("--exit-layers", "4,8,12", exit_layers), p_max, e_scale, curriculum.value, rotation)
     schedule = Schedule(
-        steps, batch_size, accumulate, learning_rate, warmup, weight_decay, clip, seed, checkpoint_every
+        steps, batch_size, accumulate, learning_rate, warmup, weight_decay, clip, seed, checkpoint_every, eval_every
     )
     target = load_target(model, dtype, device)
     sequences = read_sequences(data, target, length, limit_tokens)
 
     def run(told: dict[str, Any]) -> None:
-        on_step = told["on_step"]
-        train_layer_skip(target.model, sequences, output, schedule, recipe, tokenizer=target.tokenizer, on_step=on_step)
+        kept: dict[str, Any] = {"held_out": held_out(eval_fraction), "tensorboard": tensorboard}
+        kept |= {"tokenizer": target.tokenizer, "on_step": told["on_step"]}  # it caches no features
+        train_layer_skip(target.model, sequences, output, schedule, recipe, **kept)
 
     run_training(
         output,
         run,
-        lambda entry, _: (steps, f"loss {entry['loss']:.3f}"),
+        lambda entry, _: (steps, f"loss {entry['loss']:.3f}" if "loss" in entry else ""),
         use=f"draftwood generate {output} PROMPT --drafter early-exit --option exit_layer=...",
         json_output=json_output,
     )
+
+
+@train.command("plot")
+def plot(
+    logs: Annotated[
+        list[Path], typer.Argument(help="Directories that trainings made or are making, or their logs (log.jsonl).")
+    ],
+    output: Annotated[Path, typer.Option("--out", help="An .svg, .png or .pdf file to write.")],
+    joined: Annotated[
+        bool, typer.Option("--joined", help="Each run started from what the one before had made: draw one curve.")
+    ] = False,
+) -> None:
+    """Draw learning curves: rates and expected tau against tokens and minutes, as `--eval-every` has measured them."""
+    check_extra()
+    from .training.curve import join_curves, plot_curves, read_curve
+
+    curves = {str(log): read_curve(log) for log in logs}
+    try:
+        plot_curves({"joined": join_curves(curves.values())} if joined else curves, output)
+    except ImportError as error:  # matplotlib is an extra
+        raise InvalidRequest(str(error)) from error
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {str(output)!r}: {error}") from error
+    out.print(str(output), markup=False, soft_wrap=True)
 
 
 def _search(

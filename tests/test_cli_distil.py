@@ -39,8 +39,8 @@ def test_the_command_does_what_the_library_does_and_drafts(tiny: Path, tmp_path:
     printed = json.loads(done.stdout)
     lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     assert printed == {"directory": str(output), **lines[-1]}
-    assert ["evaluation" in line for line in lines] == [False, True, True]
-    assert "step 2 of 3" in done.stderr and "expected tau with 3 tokens" in done.stderr
+    assert ["evaluation" in line for line in lines] == [True, False, True, True]
+    assert "step 0 of 3" in done.stderr and "step 2 of 3" in done.stderr and "expected tau with 3 tokens" in done.stderr
     assert (tmp_path / "cache" / "training" / "features.json").exists()
 
     target = Target.from_pretrained(tiny, dtype="float32")

@@ -37,7 +37,8 @@ def test_train_eagle_does_what_the_library_does(tiny: Path, tmp_path: Path, vers
     assert done.stdout == f"{output}\n"
     assert f"--drafter eagle --option checkpoint={output}" in done.stderr.replace("\n", "")
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in log] == [1, 2, 3] and ["evaluation" in line for line in log] == [False, True, True]
+    assert [line["step"] for line in log] == [0, 1, 2, 3]
+    assert ["evaluation" in line for line in log] == [True, False, True, True]
 
     target = Target.from_pretrained(tiny, dtype="float32")
     recipe = EagleRecipe(

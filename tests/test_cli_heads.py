@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from draftwood.core.target import Target
 from draftwood.drafters.medusa.formats import load_heads
 from draftwood.training.data import pack, read_documents
 from draftwood.training.loop import Schedule
 from draftwood.training.medusa import MedusaRecipe, train_medusa
-from tests.study.tiny import filled, save_with_texts
+from draftwood.training.medusa_joint import train_medusa_joint
+from tests.conftest import llama_config, tiny_model
+from tests.study.tiny import filled, save_with_texts, tiny_tokenizer
 from tests.test_cli_training import check_refused, dw, good
 
 TRAIN = ["train", "medusa", "MODEL", "--data", "DATA", "--out", "OUT", "--steps", "3", "--length", "8"]
@@ -45,7 +49,8 @@ def test_train_medusa_does_what_the_library_does(tiny: Path, tmp_path: Path):
     assert done.stdout == f"{output}\n"
     assert f"--drafter medusa --option checkpoint={output}" in done.stderr.replace("\n", "")
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in log] == [1, 2, 3] and ["evaluation" in line for line in log] == [False, True, True]
+    assert [line["step"] for line in log] == [0, 1, 2, 3]
+    assert ["evaluation" in line for line in log] == [True, False, True, True]
 
     target = Target.from_pretrained(tiny, dtype="float32")
     expected = train_medusa(
@@ -105,6 +110,97 @@ def test_train_medusa_2_makes_a_target_that_drafts_for_itself(tiny: Path, tmp_pa
     check_refused(dw(*filled(tiny, tmp_path / "x", arguments[:-6])), "give either a schedule of the first stage")
 
 
-def test_an_extra_that_is_missing_is_one_line(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    check_refused(dw(*filled(tiny, tmp_path / "x", [*TRAIN, "--tensorboard"])), "tensorboard is not installed")
+def test_train_medusa_2_does_what_the_library_does(tiny: Path, tmp_path: Path):
+    output, cache = tmp_path / "model", tmp_path / "cache"
+    options = "--head-steps 2 --heads 2 --decay 0.5 --nodes 3 --weight-decay 0.1 --clip 0.1 --learning-rate 0.01 "
+    options += f"--eval-every 1 --batch-size 2 --eval-fraction 3 --dtype float32 --cache {cache} --json"
+    arguments = [*TRAIN, *options.split()]
+    arguments[1] = "medusa-2"
+    told = json.loads(good(*filled(tiny, output, arguments)).stdout)
+    assert told["step"] == 3 and told["evaluation"]["expected tau"] >= 1
+    assert (cache / "training" / "features.json").exists()
+    target = Target.from_pretrained(tiny, dtype="float32")
+    common: dict[str, Any] = {"batch_size": 2, "weight_decay": 0.1, "clip": 0.1, "eval_every": 1}
+    _, expected = train_medusa_joint(
+        target,
+        pack(read_documents(tiny / "data.txt", target.tokenizer), 8),
+        tmp_path / "python",
+        Schedule(3, learning_rate=0.01, **common),
+        MedusaRecipe(heads=2, decay=0.5, held_out=3, nodes=3),
+        first=Schedule(2, learning_rate=1e-3, **common),
+        cache=cache,
+    )
+    found = load_heads(output, width=target.config.hidden_size, vocabulary=target.vocabulary_size).heads
+    for one, other in zip(expected.state_dict().values(), found.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    assert [json.loads((place / "training.json").read_text())["nodes"] for place in (output, tmp_path / "python")] == [
+        3,
+        3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda file, state: file.write_bytes(file.read_bytes()[:-9]), "medusa_lm_head.safetensors' is truncated"),
+        (
+            lambda file, state: save_file(state | {"0.0.linear.weight": torch.ones(3, 3)}, file),
+            "key '0.0.linear.weight'",
+        ),
+        (lambda file, state: save_file(state | {"0.1.weight": torch.ones(9, 32)}, file), "key '0.1.weight'"),
+        (lambda file, state: torch.save([1], file.with_suffix(".pt")) or file.unlink(), "medusa_lm_head.pt' must hold"),
+    ],
+    ids=["truncated", "hidden size", "vocabulary", "no state dict"],
+)
+def test_heads_to_start_from_that_are_broken(tiny: Path, tmp_path: Path, make: Any, message: str):
+    width, size = Target.from_pretrained(tiny).config.hidden_size, 96
+    parts = {"0.0.linear.weight": (width, width), "0.0.linear.bias": (width,), "0.1.weight": (size, width)}
+    state = {name: torch.zeros(shape) for name, shape in parts.items()}
+    file = tmp_path / "heads" / "medusa_lm_head.safetensors"
+    file.parent.mkdir()
+    save_file(state, file)
+    make(file, state)
+    arguments = filled(tiny, tmp_path / "out", [*TRAIN, "--init", str(file.parent)])
+    check_refused(dw(*arguments), message)
+
+
+@pytest.mark.parametrize("command", ["medusa", "medusa-2", "draft-model", "eagle", "layer-skip"])
+def test_an_extra_that_is_missing_is_one_line(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+):
+    needed = {
+        "medusa-2": ["--head-steps", "1"],
+        "draft-model": ["--layers", "1"],
+        "eagle": ["--length", "9"],
+        "layer-skip": [],
+    }
+    model = save_deep(tmp_path / "deep") if command == "layer-skip" else tiny
+    arguments = filled(model, tmp_path / "x", ["train", command, *TRAIN[2:], *needed.get(command, [])])
+    arguments[arguments.index("--data") + 1] = str(tiny / "data.txt")
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "torch.utils.tensorboard", None)
+        check_refused(dw(*arguments, "--tensorboard"), "tensorboard is not installed")
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    check_refused(dw(*arguments), "needs accelerate, which is not installed; pip install 'draftwood[train]'")
+
+
+def save_deep(place: Path) -> Path:
+    """A model with enough blocks for an early exit."""
+    tiny_model(llama_config(layers=3, heads=4)).save_pretrained(place)
+    tiny_tokenizer(chat=False).save_pretrained(place)
+    return place
+
+
+def test_learning_curves_are_drawn(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first, then = tmp_path / "first", tmp_path / "then"
+    good(*filled(tiny, first, [*TRAIN, "--heads", "1", "--eval-every", "1"]))
+    good(*filled(tiny, then, [*TRAIN, "--init", str(first), "--eval-every", "1"]))
+    for joined in (True, False):
+        curve = tmp_path / f"{joined}.svg"
+        done = good("train", "plot", first, then, "--out", curve, *(["--joined"] if joined else []))
+        assert done.stdout == f"{curve}\n"
+        assert (f">head 0 top-1, {then}<" in curve.read_text()) is not joined
+    check_refused(dw("train", "plot", tmp_path / "no", "--out", tmp_path / "x.svg"), "no log of a training at")
+    check_refused(dw("train", "plot", first, "--out", "/dev/null/x.svg"), "cannot write '/dev/null/x.svg'")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    check_refused(dw("train", "plot", first, "--out", tmp_path / "x.svg"), "draftwood[plot]")

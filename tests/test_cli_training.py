@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from draftwood.cli import app
+from draftwood.cli_data import run_training
 from draftwood.core.target import Target
 from draftwood.decoder import Decoder
 from draftwood.training.data import pack, read_documents
@@ -181,10 +182,16 @@ def test_train_layer_skip_makes_a_model_that_early_exit_drafts_with(tiny, tmp_pa
         "gradual",
         "--checkpoint-every",
         2,
+        "--eval-fraction",
+        1,
+        "--eval-every",
+        4,
     ]
     done = good("train", "layer-skip", tiny, *arguments)
     assert done.stdout == f"{output}\n"
-    log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    start, *log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    # All exits are measured, with nothing dropped, whichever the curriculum has the step learn.
+    assert start["evaluation"].keys() == log[-1]["evaluation"].keys() == {"loss", "exit 2", "exit 3", "last"}
     assert [set(line) & {"exit 2", "exit 3", "last"} for line in log] == [{"exit 3", "last"}] + [
         {"exit 2", "exit 3", "last"}
     ] * 3
@@ -198,11 +205,19 @@ def test_train_layer_skip_makes_a_model_that_early_exit_drafts_with(tiny, tmp_pa
         tmp_path / "python",
         schedule,
         Recipe(exit_layers=(2, 3), curriculum="gradual"),
+        held_out=1,
     )
     trained = target.model.state_dict()
     assert all(torch.equal(tensor, trained[name]) for name, tensor in expected.state_dict().items())
     options = ["--drafter", "early-exit", "--option", "exit_layer=2", "--max-new-tokens", 6]
     good("generate", output, "abc", *options)
+
+
+def test_of_several_processes_one_says_where_the_result_is(tmp_path, monkeypatch, capsys):
+    for rank, expected in (("1", ""), ("0", f"{tmp_path}\n")):
+        monkeypatch.setenv("RANK", rank)
+        run_training(tmp_path, lambda told: None, lambda entry, last: (1, ""), use="x", json_output=False)
+        assert capsys.readouterr().out == expected
 
 
 def test_data_that_cannot_be_used_is_counted(tiny, tmp_path):

@@ -155,8 +155,12 @@ def _summary_writer() -> type[SummaryWriter]:
 
 
 def _cut_log(path: Path, step: int) -> None:
-    """Drops what was logged after the checkpoint, and will be logged again."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:step] if path.exists() else []
+    """Drops what was logged after the checkpoint, and will be logged again; without one everything."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() and step else []
+    for number, line in enumerate(lines):
+        if not line.endswith("\n") or json.loads(line)["step"] > step:
+            del lines[number:]
+            break
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(lines), encoding="utf-8")
     partial.replace(path)

@@ -1,11 +1,11 @@
 """Texts and conversations as token sequences of one length, and which of their tokens are learnt.
 
 A source is a file or a data set of the `datasets` library: `.jsonl`, an object a line; `.parquet`, a row each; any
-other file, plain text, of which empty lines separate one document from the next; or
-`dataset:NAME,split=train,name=CONFIG`, with the options of `load_dataset`. An object or row holds `text`, or
-`messages` (or `conversations`), a list of `{"role": "user", "content": "..."}` (or of `{"from": "human", "value":
-"..."}`), which the tokenizer's chat template renders and of which only what the assistant says is learnt. With
-`column=` another column of a data set is read. This module knows no model and no loss.
+other file, plain text, of which empty lines separate one document from the next; a directory that `load_dataset` reads;
+or `dataset:NAME,split=train,name=CONFIG`, a hub id or directory with the options of `load_dataset`. An object or row
+holds `text`, or `messages` (or `conversations`), a list of `{"role": "user", "content": "..."}` (or of `{"from":
+"human", "value": "..."}`), which the tokenizer's chat template renders and of which only what the assistant says is
+learnt. With `column=` another column of a data set is read. This module knows no model and no loss.
 """
 
 from __future__ import annotations
@@ -252,9 +252,12 @@ def _rows(source: str | Path, *, streaming: bool) -> Iterator[tuple[str, Any]]:
         yield from _dataset(*parse_spec(str(source).removeprefix("dataset:").replace(",", ":", 1)), streaming)
         return
     path = Path(source).expanduser()
+    # Streamed, so that no copy is made in the library's cache.
     if path.suffix == ".parquet":
-        # Streamed, so that no copy is made in the library's cache.
         yield from _dataset("parquet", {"data_files": str(path)}, True)
+        return
+    if path.is_dir():
+        yield from _dataset(str(path), {}, True)
         return
     try:
         with open(path, encoding="utf-8") as lines:

@@ -92,6 +92,7 @@ def train_draft_model(
     init: str | Path | None = None,
     cache: str | Path | None = None,
     save_dtype: torch.dtype | None = None,
+    tensorboard: bool = False,
     on_step: Callable[[dict[str, Any]], None] | None = None,
     on_features: Callable[[int, int], None] | None = None,
 ) -> PreTrainedModel:
@@ -111,6 +112,7 @@ def train_draft_model(
         cache: directory for the target's last hidden states, computed there once; without it they are computed as
             needed.
         save_dtype: of the saved weights; the target's when None.
+        tensorboard: also write the log for tensorboard.
         on_step: called with each line of the log; its `evaluation` has the figures of `Distillation` on what is held
             out, `tau` and `greedy tau` besides: those of a chain of gamma tokens that are accepted independently with
             the mean acceptance or agreement.
@@ -143,7 +145,8 @@ def train_draft_model(
         if on_step is not None:
             on_step(entry)
 
-    train(objective, learnt, schedule, directory=working, about=setup, evaluate=evaluate, on_step=note)
+    told: dict[str, Any] = {"on_step": note, "tensorboard": tensorboard}
+    train(objective, learnt, schedule, directory=working, about=setup, evaluate=evaluate, **told)
     if evaluate is not None and not measured:  # stopped after the last step
         measured.update(evaluate())
     for parameter in student.requires_grad_(False).parameters():  # not the buffers: rotary frequencies stay exact

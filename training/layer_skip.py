@@ -14,7 +14,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,9 +25,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftwood.core.anatomy import find_blocks, find_decoder
 from draftwood.core.errors import InvalidRequest, UnsupportedModel
 
-from .data import Batch, Sequences, check_vocabulary
+from .data import Batch, Sequences, check_vocabulary, split
 from .fingerprint import fingerprint
 from .loop import Figures, Objective, Schedule, train
+from .loop import held_out as measure
 from .output import new_output, publish
 
 Curriculum = Literal["rotational", "gradual"]
@@ -118,12 +119,14 @@ def train_layer_skip(
     recipe: Recipe | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    held_out: int | float = 0,
+    tensorboard: bool = False,
     on_step: Callable[[dict[str, Any]], None] | None = None,
 ) -> PreTrainedModel:
     """Trains a copy of a model for early exits, and saves it (LayerSkip, arXiv:2404.16710).
 
     While it trains, checkpoint and log are in `<output>.training`; a run that was stopped goes on from there. At the
-    end `output` appears whole: model, tokenizer and `log.jsonl`.
+    end `output` appears whole: model, tokenizer, `training.json` and `log.jsonl`.
 
     Args:
         model: stays as it is. Parameters and optimizer have its type, float32 or bfloat16; it may be in either mode,
@@ -133,6 +136,8 @@ def train_layer_skip(
         schedule: how long and how fast.
         recipe: what LayerSkip adds.
         tokenizer: saved beside the model.
+        held_out: share of the sequences to measure all exits on, or how many; 0 measures nothing.
+        tensorboard: also write the log for tensorboard.
         on_step: called with each line of the log.
 
     Returns:
@@ -155,7 +160,13 @@ def train_layer_skip(
     blocks = _blocks(student)
     about = {**asdict(recipe), "exit_layers": recipe.exits(len(blocks)), "model": fingerprint(student)}
     objective = _EarlyExits(student, blocks, recipe, schedule.steps)
-    train(objective, data, schedule, directory=working, about=about, on_step=on_step)
+    evaluate = None
+    if held_out:
+        data, held = split(data, held_out, schedule.seed)
+        every = replace(recipe, p_max=0.0, curriculum="rotational", rotation=1)  # nothing dropped, all exits
+        evaluate = measure(_EarlyExits(student, blocks, every, schedule.steps), held, schedule.batch_size)
+    told: dict[str, Any] = {"on_step": on_step, "tensorboard": tensorboard}
+    train(objective, data, schedule, directory=working, about=about, evaluate=evaluate, **told)
     student.requires_grad_(False)
 
     def write(directory: Path) -> None:
@@ -163,7 +174,7 @@ def train_layer_skip(
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
 
-    publish(output, working, write)
+    publish(output, working, write, about | {"schedule": asdict(schedule), "data": data.digest()})
     return student
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from draftwood.core.errors import InvalidRequest
@@ -37,7 +38,13 @@ class Objective(nn.Module, ABC):
 
     The parameters that require a gradient are trained. What stays as it is, such as the target, is best kept out of
     the parameters (in a closure or a tuple), so that it is neither copied to other processes nor saved.
+
+    Attributes:
+        shardable: whether it may be trained with its weights spread over processes (FSDP): if so, nothing but its
+            forward reads them. Whoever measures or saves the weights after training needs them whole.
     """
+
+    shardable: bool = False
 
     @abstractmethod
     def forward(self, batch: Batch, step: int, generator: torch.Generator) -> tuple[Tensor, Figures]:
@@ -72,7 +79,7 @@ class Schedule:
         clip: the gradient's longest norm.
         seed: of the order of the data and of the objective's generator.
         checkpoint_every: steps from one checkpoint to the next; the last step has one too.
-        eval_every: steps from one evaluation to the next; 0 evaluates at the end only.
+        eval_every: steps from one evaluation to the next, the first before any step; 0 evaluates at the end only.
     """
 
     steps: int
@@ -130,25 +137,38 @@ def train(
         evaluate: gives figures of the objective as it then is, for the log; called in every process.
         on_step: called in the main process with each line of the log: step, loss, the objective's figures,
             learning_rate, gradient_norm, learnt (tokens of the step that were learnt), tokens (all that were read since
-            the first step), seconds (of training, stops left out), and evaluation where there was one.
+            the first step), seconds (of training, stops left out), and evaluation where there was one. A line of
+            step 0, where there is one, has tokens, seconds and evaluation alone.
         accelerator: of the launcher's settings when None, on the CPU if the objective is there and nobody launched it.
         tensorboard: also writes the figures to `<directory>/tensorboard`.
 
     Raises:
-        InvalidRequest: the directory holds a run on other data or with other settings, the loss is no number, or there
-            are more processes than sequences in a forward.
+        InvalidRequest: the directory holds a run on other data or with other settings, the loss is no number, there
+            are more processes than sequences in a forward, or they are to share weights of an objective that cannot.
         InvalidCheckpoint: the checkpoint cannot be read.
         ImportError: `tensorboard` is not installed.
     """
     optimizer = _optimizer(objective, schedule)
     accelerator = accelerator or _accelerator(objective)
-    _check(accelerator, schedule)
+    _check(accelerator, schedule, objective)
     setup = {"data": data.digest(), "schedule": _decisive(schedule), "loss": dict(about or {})}
     record = Record(directory, setup, accelerator, tensorboard=tensorboard)
     model, optimizer = accelerator.prepare(objective, optimizer)
+
+    def tell(entry: dict[str, Any], measured: bool) -> None:
+        if evaluate is not None and measured:
+            entry["evaluation"] = dict(evaluate())
+        entry["seconds"] = round(before + time.perf_counter() - started, 3)
+        record.log(entry)
+
     try:
         first, before = record.resume(model, optimizer)
         started = time.perf_counter()
+        if evaluate is not None and schedule.eval_every and not first:
+            begun: dict[str, Any] = {"step": 0, "tokens": 0}
+            tell(begun, True)
+            if on_step is not None and accelerator.is_main_process:
+                on_step(begun)
         for step in range(first, schedule.steps):
             for group in optimizer.param_groups:
                 group["lr"] = schedule.rate(step) * group["factor"]
@@ -166,10 +186,7 @@ def train(
                 **figures,
             }
             entry["tokens"] = done * schedule.accumulate * schedule.batch_size * data.tokens.shape[1]
-            if evaluate is not None and (_due(done, schedule.eval_every) or done == schedule.steps):
-                entry["evaluation"] = dict(evaluate())
-            entry["seconds"] = round(before + time.perf_counter() - started, 3)
-            record.log(entry)
+            tell(entry, _due(done, schedule.eval_every) or done == schedule.steps)
             if _due(done, schedule.checkpoint_every) or done == schedule.steps:
                 record.save(done, entry["seconds"], model, optimizer)
             if on_step is not None and accelerator.is_main_process:
@@ -261,7 +278,12 @@ def _accelerator(objective: nn.Module) -> Accelerator:
     return Accelerator(cpu=not torch.accelerator.is_available() or (on_cpu and "LOCAL_RANK" not in os.environ))
 
 
-def _check(accelerator: Accelerator, schedule: Schedule) -> None:
+def _check(accelerator: Accelerator, schedule: Schedule, objective: Objective) -> None:
+    if accelerator.distributed_type == DistributedType.FSDP and not objective.shardable:
+        raise InvalidRequest(
+            f"{type(objective).__name__} needs whole weights in every process, which FSDP does not give; launch one "
+            "process, or several with gradients exchanged (accelerate launch --multi_gpu)"
+        )
     if accelerator.gradient_accumulation_steps != 1:
         raise InvalidRequest(
             f"gradients are accumulated by the schedule (accumulate={schedule.accumulate}); launch with "

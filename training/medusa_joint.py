@@ -73,7 +73,10 @@ def train_medusa_joint(
     *,
     first: Schedule | None = None,
     init: str | Path | None = None,
+    cache: str | Path | None = None,
+    tensorboard: bool = False,
     on_step: Callable[[dict[str, Any]], None] | None = None,
+    on_features: Callable[[int, int], None] | None = None,
 ) -> tuple[PreTrainedModel, MedusaHeads]:
     """Trains a copy of a model and heads for it, and saves both as one model (arXiv:2401.10774, section 2.2.2).
 
@@ -89,7 +92,10 @@ def train_medusa_joint(
         joint: of the second stage.
         first: schedule of the first stage, the heads alone.
         init: heads to start from, in place of the first stage.
+        cache: directory for the target's features, which the first stage alone can keep: later the model changes.
+        tensorboard: also write the logs for tensorboard.
         on_step: called with each line of either stage's log.
+        on_features: called while features are cached, with sequences done and their number.
 
     Returns:
         The model and the heads as they are saved, in evaluation mode.
@@ -106,6 +112,8 @@ def train_medusa_joint(
         raise InvalidRequest("joint training has LM heads of its own that learn the text; leave out shared and distil")
     if (first is None) == (init is None):
         raise InvalidRequest("give either a schedule of the first stage, or heads to start from (init)")
+    if cache is not None and first is None:
+        raise InvalidRequest("cache is for the first stage; leave it out where heads are given (init)")
     check_data(data, target)
     student: PreTrainedModel = copy.deepcopy(target.model).requires_grad_(True)
     trained: nn.Module = student
@@ -113,7 +121,8 @@ def train_medusa_joint(
         trained = _adapted(student, joint.lora, schedule.seed)
     stage = output.with_name(output.name + ".heads")
     if first is not None:
-        _first_stage(target, data, stage, first, recipe, on_step)
+        options = {"cache": cache, "tensorboard": tensorboard, "on_step": on_step, "on_features": on_features}
+        _first_stage(target, data, stage, first, recipe, options)
     learnt, held = split(data, recipe.held_out, schedule.seed)
     heads = make_heads(target, learnt, recipe, init or stage)
     if heads.config.shared:
@@ -123,7 +132,8 @@ def train_medusa_joint(
     about = {"heads": fingerprint(heads), "model": fingerprint(target.model), **asdict(recipe), **asdict(joint)}
     objective = _Joint(student, trained, heads, target.model if joint.self_distil else None, recipe.decay, joint)
     evaluation = Evaluation(heads, objective.features, None, held, schedule.batch_size, recipe.nodes)
-    train(objective, learnt, schedule, directory=working, about=about, evaluate=evaluation, on_step=on_step)
+    told: dict[str, Any] = {"on_step": on_step, "tensorboard": tensorboard}
+    train(objective, learnt, schedule, directory=working, about=about, evaluate=evaluation, **told)
     measured = evaluation.figures or evaluation()
     if joint.lora is not None:
         student = trained.merge_and_unload()  # type: ignore[operator]
@@ -200,11 +210,11 @@ def _first_stage(
     stage: Path,
     schedule: Schedule,
     recipe: MedusaRecipe,
-    on_step: Callable[[dict[str, Any]], None] | None,
+    options: dict[str, Any],
 ) -> None:
-    """Trains the heads alone, unless an earlier run has."""
+    """Trains the heads alone, unless an earlier run has; `options` are those of `train_medusa`."""
     if not stage.exists():
-        train_medusa(target, data, stage, schedule, recipe, on_step=on_step)
+        train_medusa(target, data, stage, schedule, recipe, **options)
         return
     told = json.loads((stage / SETTINGS).read_text(encoding="utf-8"))
     same = told["data"] == data.digest() and told["model"] == fingerprint(target.model)

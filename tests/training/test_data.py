@@ -111,6 +111,33 @@ def test_parquet_and_data_sets_are_read_like_lines(tmp_path, monkeypatch):
         read_documents(file, tokenizer)
 
 
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_a_local_data_set_is_read_from_its_directory(tmp_path, monkeypatch, kind):
+    """Two files of chats, whole and streamed, with the options of `load_dataset` and without."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    tokenizer, place = tiny_tokenizer(), tmp_path / "set"
+    place.mkdir()
+    for number in range(2):
+        chat = [{"role": "user", "content": f"hi {number}"}, {"role": "assistant", "content": "yes."}]
+        rows = datasets.Dataset.from_dict({"messages": [chat, CHAT], "other": ["ab", "cd"]})
+        write_rows = rows.to_parquet if kind == "parquet" else rows.to_json
+        write_rows(place / f"train-0000{number}-of-00002.{kind}")
+    expected = [f"user: hi {number}\nassistant: yes.\n" for number in range(2)]
+    spec = f"dataset:{place},split=train"
+    for source, limit in ((place, None), (spec, None), (spec, 10_000)):
+        documents = read_documents(source, tokenizer, limit_tokens=limit)
+        assert [tokenizer.decode(one.tokens) for one in documents[::2]] == expected
+        assert learnt_text(tokenizer, documents[1]).endswith("|" * len("assistant: ") + "ok\n")
+        assert len(documents) == 4
+    limited = read_documents(place, tokenizer, limit_tokens=len(expected[0]) + 2)
+    assert [tokenizer.decode(one.tokens) for one in limited] == [expected[0], "us"]
+    texts = read_documents(spec + ",column=other", tokenizer)
+    assert [tokenizer.decode(one.tokens) for one in texts] == ["ab</s>", "cd</s>"] * 2
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidRequest, match=f"cannot read the data set '{tmp_path / 'empty'}'"):
+        read_documents(tmp_path / "empty", tokenizer)
+
+
 def test_packing():
     documents = [Document([1, 2, 3], [True] * 3), Document([4, 5, 6, 7, 8], [False] * 4 + [True])]
     packed = pack(documents, 4)

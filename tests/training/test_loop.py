@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
 
 from draftwood.core.errors import InvalidCheckpoint, InvalidRequest
@@ -122,11 +123,43 @@ def test_evaluation_is_logged_when_due_and_at_the_end(tmp_path):
     trained(replace(SCHEDULE, steps=5, eval_every=2), tmp_path, objective=objective, evaluate=evaluate)
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert {line["step"]: line["evaluation"]["size"] for line in log if "evaluation" in line} == dict(
-        zip([2, 4, 5], calls, strict=True)
+        zip([0, 2, 4, 5], calls, strict=True)
     )
-    assert calls[0] != calls[1] != calls[2] == float(objective.table.detach().abs().sum())
+    assert len({*calls}) == 4 and log[0].keys() == {"step", "tokens", "seconds", "evaluation"} and log[0]["tokens"] == 0
+    assert calls[0] == 0 and calls[3] == float(objective.table.detach().abs().sum())
     # When to look and when to save change nothing that is learnt: the run may go on under others.
     trained(replace(SCHEDULE, steps=5, eval_every=1, checkpoint_every=1), tmp_path, objective=quiet())
+
+
+def test_a_curve_has_one_start_however_often_the_run_is_stopped(tmp_path):
+    def stop_at(step):
+        def stop(entry):
+            if entry["step"] == step:
+                raise KeyboardInterrupt
+
+        return stop
+
+    schedule = replace(SCHEDULE, eval_every=3)
+    for step in (1, 3):  # before the first checkpoint, and behind it
+        with pytest.raises(KeyboardInterrupt):
+            trained(schedule, tmp_path, evaluate=lambda: {"x": 1.0}, on_step=stop_at(step))
+    trained(schedule, tmp_path, evaluate=lambda: {"x": 1.0})
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in log if "evaluation" in line] == [0, 3, 4]
+    lines: list[dict] = []
+    trained(replace(SCHEDULE, steps=1), evaluate=lambda: {"x": 1.0}, on_step=lines.append)
+    assert [line["step"] for line in lines] == [1]  # nothing is measured before the end unless asked for
+
+
+def test_shards_of_weights_are_for_objectives_that_can():
+    sharding = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    with pytest.raises(InvalidRequest, match="Table needs whole weights in every process, which FSDP"):
+        trained(SCHEDULE, accelerator=sharding)
+    able = Table()
+    able.shardable = True
+    with pytest.raises(AttributeError, match="gradient_accumulation_steps"):  # what is looked at next
+        trained(SCHEDULE, objective=able, accelerator=sharding)
 
 
 def test_held_out_figures_are_means_over_all_learnt_tokens():

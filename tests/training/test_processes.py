@@ -9,18 +9,42 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from draftwood.training.loop import train
 from tests.training.table import Table, table_data
-from tests.training.two_processes import SCHEDULE
+from tests.training.two_processes import SCHEDULE, make
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_two_processes_train_what_one_does(tmp_path):
-    command = [sys.executable, "-m", "tests.training.two_processes", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """The directory in which two processes have done their work."""
+    place = tmp_path_factory.mktemp("launched")
+    command = [sys.executable, "-m", "tests.training.two_processes", str(place)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+    return place
+
+
+def test_what_two_processes_make_is_there_once_and_whole(launched, tmp_path):
+    make(tmp_path)
+    assert sorted(path.name for path in (launched / "made").iterdir()) == ["cache", "draft", "heads"]
+    for name, weights in (("heads", "medusa_lm_head.safetensors"), ("draft", "model.safetensors")):
+        found, expected = launched / "made" / name, tmp_path / name
+        assert sorted(file.name for file in found.iterdir()) == sorted(file.name for file in expected.iterdir())
+        one, two = load_file(expected / weights), load_file(found / weights)
+        for key, tensor in one.items():
+            torch.testing.assert_close(two[key], tensor, rtol=1e-3, atol=1e-4)
+        logs = [(place / "log.jsonl").read_text().splitlines() for place in (found, expected)]
+        assert [json.loads(line)["step"] for line in logs[0]] == [1, 2, 3, 4] and len(logs[1]) == 4
+        told = [json.loads((place / "training.json").read_text())["evaluation"] for place in (found, expected)]
+        assert told[0] == pytest.approx(told[1], rel=1e-3)
+
+
+def test_two_processes_train_what_one_does(launched):
+    tmp_path = launched
     notes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     weights = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     lines: list[dict] = []

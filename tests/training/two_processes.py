@@ -15,9 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from draftwood.core.errors import InvalidRequest
+from draftwood.core.target import Target
 from draftwood.training.checkpoint import Record
+from draftwood.training.draft_model import DraftModelRecipe, train_draft_model
 from draftwood.training.loop import Schedule, train
+from draftwood.training.medusa import train_medusa
 from tests.training.table import Table, table_data
+from tests.training.test_medusa import FAST, RECIPE, llama, sequences
 
 SCHEDULE = Schedule(steps=4, batch_size=5, accumulate=2, learning_rate=0.1, checkpoint_every=2)
 
@@ -53,6 +57,14 @@ def keep_shards(place: Path, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return first[0].table.full_tensor().detach(), again[0].table.full_tensor().detach()
 
 
+def make(place: Path) -> None:
+    """Makes heads and a draft model, with the target's features cached."""
+    target, cached = Target(llama()), {"cache": place / "cache"}
+    train_medusa(target, sequences(), place / "heads", FAST, RECIPE, **cached)
+    recipe = DraftModelRecipe(layers=1, held_out=6)
+    train_draft_model(target, sequences(), place / "draft", FAST, recipe, **cached)
+
+
 def work(place: str) -> None:
     """Trains without noise, through a checkpoint; then with noise."""
     out, rank = Path(place), Accelerator().process_index
@@ -78,6 +90,7 @@ def work(place: str) -> None:
         "refusal": refusal,
     }
     (out / f"{rank}.json").write_text(json.dumps(notes))
+    make(out / "made")
 
 
 if __name__ == "__main__":
