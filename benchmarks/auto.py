@@ -1,4 +1,4 @@
-"""`auto` against plain decoding on the packaged 135M model, on prompts where drafting pays and on those where it cannot.
+"""`auto` against plain decoding on the packaged 135M model, on prompts where drafting pays and where it cannot.
 
     python -m benchmarks.auto [--dtype float32] [--rounds 6] [--tokens 48] [--only summaries --only random]
 

@@ -252,6 +252,8 @@ class _Missed:
 
     def retain(self, rows: Sequence[int]) -> None:
         """Drops the rows that left."""
+        if not rows:
+            self._features, self._last = [], None
         if self._last is None:
             return
         order = list(rows)

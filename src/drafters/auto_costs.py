@@ -40,17 +40,16 @@ def measure_passes(target: Target, clock: Clock, budget: float) -> dict[int, flo
     taken: dict[int, list[float]] = {}
     begun = clock()
     for turn in range(1 + 7):  # the first turn warms up
-        for width in widths:
-            if turn and width > widths[min(1, len(widths) - 1)] and clock() - begun > budget:
+        for place, width in enumerate(widths):
+            if place > 1 and clock() - begun > (budget if turn else budget / 2):
+                widths = widths if turn else widths[:place]
                 break
             tree = TokenTree.chain(torch.zeros(1, width - 1, dtype=torch.int64)) if width > 1 else TokenTree.empty(1)
             start = clock()
             target.score(cache, [[0]], tree).logits.argmax(-1).tolist()  # reading a result waits for an accelerator
             taken.setdefault(width, []).append(clock() - start)
             cache.lengths[0] = context
-            if not turn and clock() - begun > budget / 2:
-                widths = widths[: max(widths.index(width) + 1, 2)]
-        if turn >= 2 and clock() - begun > budget:
+        if turn and clock() - begun > budget:
             break
     return {width: statistics.median(times[1:] or times) for width, times in taken.items()}
 

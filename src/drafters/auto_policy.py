@@ -220,7 +220,7 @@ class Policy:
         """Cuts drawn trees to the positions that were settled before they were drawn.
 
         A node that is dropped for the token it drew, or for what hung below it, would bend the law of the text; where
-        a node hangs says nothing of its token, nor of its younger siblings', which are dropped with it.
+        a node hangs says nothing of its token.
         """
         allowed = _chain(depth) if self.allowed is None else self.allowed
         return Plan(
