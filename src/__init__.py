@@ -17,8 +17,11 @@ from .core.registry import hookimpl
 from .core.target import Target
 from .core.tree import TokenTree
 from .decoder import Decoder, Generation, StreamStep
+from .study.explain import explain_parameters, explain_trace
+from .study.prompts import PromptSet, StudyPrompt, load_prompts
 from .study.report import Report
 from .study.run import compare
+from .study.trace import load_trace, record, save_trace
 from .study.verification import verify_drafters
 
 __version__ = "0.1.0"
@@ -34,9 +37,11 @@ __all__ = [
     "InvalidRequest",
     "ModelNotFound",
     "Observation",
+    "PromptSet",
     "Proposal",
     "Report",
     "StreamStep",
+    "StudyPrompt",
     "Target",
     "TokenTree",
     "UnknownName",
@@ -45,6 +50,12 @@ __all__ = [
     "VocabularyMismatch",
     "as_generate",
     "compare",
+    "explain_parameters",
+    "explain_trace",
     "hookimpl",
+    "load_prompts",
+    "load_trace",
+    "record",
+    "save_trace",
     "verify_drafters",
 ]

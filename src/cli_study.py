@@ -14,7 +14,7 @@ from .core.errors import InvalidRequest
 from .core.target import Target
 from .study import run
 from .study import theory as theories
-from .study.environment import default_device
+from .study.environment import default_device, launched
 from .study.prompts import PromptSet, load_prompts
 from .study.report import Report
 from .study.spec import DrafterSpec, parse_specs, parse_value
@@ -71,6 +71,9 @@ def compare(
     """Compare drafters with plain decoding on the same prompts, in the same run."""
     if demo:
         drafters, limit, max_new_tokens = drafters or DEMO_DRAFTERS, limit or DEMO_PROMPTS, DEMO_TOKENS
+    rank, processes = launched()
+    if processes > 1 and study is None:
+        raise InvalidRequest(f"{processes} processes share a study through its directory: give --out")
     with progress_bar() as progress:
         found = run.compare(
             [model, *(target or [])],
@@ -90,6 +93,8 @@ def compare(
             directory=study,
             progress=progress,
         )
+    if rank > 0:
+        return  # the first process tells what all have measured
     if study is not None:
         remark(f"report in {found.save(study)}")
     _print_report(found, by_category or demo, json_output)

@@ -46,7 +46,8 @@ class Oracle(Drafter):
     Args:
         continuation: the new tokens that are expected: token ids, for every prompt; a list of such lists, one a prompt
             of the call; a mapping from a prompt's index or from its token ids (a tuple); or the name of a JSON
-            file: any of the lists, or a recording of `draftwood generate --trace`, found by prompt.
+            file: any of the lists, a recording of `draftwood generate --trace`, or a study (the directory of
+            `draftwood compare --out` or its `results.jsonl`), whose plain texts are found by prompt.
         alpha: probability that a drafted token is the recorded one.
         gamma: tokens a round.
         cost: seconds that a draft step takes; the drafter computes idly for that long.
@@ -133,8 +134,11 @@ def _read(continuation: Any) -> tuple[tuple[int, ...] | None, dict[int | tuple[i
 
 
 def _load(path: Path) -> Any:
-    """Reads lists of ids, or the rows of a recording as a mapping by prompt."""
+    """Reads lists of ids, or the texts of a recording or a study as a mapping by prompt."""
+    path = path / "results.jsonl" if path.is_dir() else path
     try:
+        if path.suffix == ".jsonl":
+            return _load_study(path)
         held = json.loads(path.read_bytes())
     except OSError as error:
         raise InvalidRequest(f"no continuation at {str(path)!r}: {error}") from error
@@ -147,10 +151,30 @@ def _load(path: Path) -> Any:
         isinstance(row, dict) and {"prompt", "tokens"} <= row.keys() for row in rows
     ):
         raise InvalidRequest(
-            f"{str(path)!r} holds no continuation: a list of token ids, a list of such lists, or a recording of "
-            "`draftwood generate --trace` would do"
+            f"{str(path)!r} holds no continuation: a list of token ids, a list of such lists, a recording of "
+            "`draftwood generate --trace` or a study of `draftwood compare --out` would do"
         )
     return {_ids(row["prompt"]): row["tokens"] for row in rows}
+
+
+def _load_study(path: Path) -> dict[tuple[int, ...], list[int]]:
+    """Reads plain decoding's text of each prompt; of several, a greedy one before a drawn one, then the longest."""
+    known: dict[tuple[int, ...], tuple[bool, int, list[int]]] = {}
+    content = path.read_bytes()
+    # A study that is still being written may end in half a line.
+    for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
+        record = json.loads(line)
+        try:
+            plain = [run for run in record["runs"] if run["drafter"] == "none" and "tokens" in run]
+            for run in plain:
+                for prompt, text in zip(record["asked"][run["turn"]], run["tokens"], strict=True):
+                    one = (record["conditions"]["temperature"] == 0, len(text), text)
+                    known[_ids(prompt)] = max(one, known.get(_ids(prompt), one), key=lambda kept: kept[:2])
+        except (KeyError, TypeError, IndexError) as error:
+            raise InvalidRequest(
+                f"{path}, line {number}: no record of a study with its prompts ({error!r} is missing); run it again"
+            ) from error
+    return {prompt: text for prompt, (_, _, text) in known.items()}
 
 
 def _key(key: Any) -> int | tuple[int, ...]:

@@ -65,9 +65,11 @@ class Bench:
             labels: of the drafters; `none` must be among them.
 
         Returns:
-            The record of the cell: conditions, environment, and one run a drafter and turn.
+            The record of the cell: conditions, environment, the token ids of the prompts by turn and row, and one run
+            a drafter and turn.
         """
         runs: list[dict[str, Any]] = []
+        asked: list[list[list[int]]] = []
         answers: list[list[str]] = [[] for _ in cell.prompts]
         for turn in range(min(len(prompt.turns) for prompt in cell.prompts)):
             try:
@@ -75,6 +77,7 @@ class Bench:
             except DraftwoodError as error:
                 runs += [{"drafter": label, "turn": turn, "error": _describe(error)} for label in labels]
                 break
+            asked.append(prompts)
             taken = self._turn(cell, turn, prompts, labels)
             runs += taken
             plain = next(run for run in taken if run["drafter"] == "none")
@@ -88,6 +91,7 @@ class Bench:
             "prompt_set": cell.prompt_set,
             "category": cell.category,
             "prompts": cell.prompt_ids,
+            "asked": asked,
             "repeat": cell.repeat,
             "lossless": self._lossless,
             "drafters": list(labels),

@@ -107,16 +107,17 @@ def plan(conditions: Conditions, sets: Sequence[PromptSet], repeats: int) -> Ite
 def _batches(prompts: Sequence[StudyPrompt], size: int) -> Iterator[tuple[StudyPrompt, ...]]:
     """Cuts prompts into full batches, of one category where it has enough; the rest are mixed.
 
-    The last batch is filled up from the beginning: a batch that is not full would measure another batch size.
+    The last batch is filled up from the beginning: a batch that is not full would measure another batch size. Prompts
+    of equally many turns are put together, since a batch has the turns of its shortest conversation.
     """
-    groups: dict[str, list[StudyPrompt]] = {}
+    groups: dict[tuple[str, int], list[StudyPrompt]] = {}
     for prompt in prompts:
-        group = groups.setdefault(prompt.category, [])
+        group = groups.setdefault((prompt.category, len(prompt.turns)), [])
         group.append(prompt)
         if len(group) == size:
             yield tuple(group)
             group.clear()
-    rest = [prompt for group in groups.values() for prompt in group]
+    rest = sorted((prompt for group in groups.values() for prompt in group), key=lambda one: len(one.turns))
     for start in range(0, len(rest), size):
         batch = rest[start : start + size]
         fill = [prompts[index % len(prompts)] for index in range(size - len(batch))]

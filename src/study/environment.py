@@ -35,6 +35,11 @@ def default_device() -> str | None:
     return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
 
 
+def launched() -> tuple[int, int]:
+    """Returns this process's rank and how many there are, as launchers (`accelerate launch`, torchrun) say it."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @cache
 def _fixed() -> dict[str, Any]:
     packages = ("torch", "transformers", "draftwood")

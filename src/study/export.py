@@ -25,6 +25,7 @@ class Section(NamedTuple):
     overall: Grid
     categories: Grid
     theory: Grid
+    costs: Grid
     plots: list[Plot]
 
 
@@ -90,7 +91,9 @@ def _section(section: Section) -> str:
         f'<div class="plots">{figures}</div>'
         f'<details><summary>By category</summary><div class="wide">{html_table(section.categories)}</div></details>'
         "<details><summary>Theory beside measurement</summary>"
-        f'<div class="wide">{html_table(section.theory)}</div></details></section>'
+        f'<div class="wide">{html_table(section.theory)}</div></details>'
+        "<details><summary>Costs of a round, acceptance by rank, memory</summary>"
+        f'<div class="wide">{html_table(section.costs)}</div></details></section>'
     )
 
 
@@ -107,11 +110,13 @@ def _escape_latex(text: str) -> str:
 _TERMS = {
     "tokens/s": "new tokens a second of decoding; reading the prompt, and the token that comes with it, left out",
     "speedup": "seconds a token of plain decoding over seconds a token of the drafter, on the very same prompts",
-    "95 %": "bootstrap interval of the speedup over the measured cells",
+    "95 %": "bootstrap interval of the speedup over the prompts",
     "predicted": "speedup that theory gives for this acceptance, draft cost and verify cost",
     "tau": "mean tokens a round commits, the bonus token counted",
     "accepted by depth": "share of tokens accepted at depth 1, 2, ..., given that the ones before were",
-    "draft ms, verify ms": "milliseconds a round",
+    "draft ms, verify ms, ...": "milliseconds a round",
+    "accepted by rank": "how often the eldest sibling, the second, ... is the accepted one",
+    "peak MB": "most memory in use: of the accelerator or, on a CPU, of the whole process, models included",
     "alpha, gamma, c, v": "acceptance probability, mean draft depth, cost of a draft level and of a verifying pass "
     "over a single-token pass; a speedup above 1 needs an alpha above `pays from alpha`",
     "same text": "whether every text is plain decoding's; a near tie parts where the target can hardly tell two "

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,21 @@ from .theory import break_even_alpha, expected_tokens_of_lengths
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 FEWEST = 5
-"""Cells below which a bootstrap interval would say more about luck than about the drafter."""
+"""Prompts below which a bootstrap interval would say more about luck than about the drafter."""
 NOISY = 0.10
 """Repeated runs of plain decoding that differ by more than this (root mean square) make a study `noisy`."""
 
 Run = dict[str, Any]
-_Pair = tuple[list[Run], list[Run]]
 FloatArray = npt.NDArray[np.float64]
+CONDITIONS = ("target", "dtype", "rule", "temperature", "batch_size", "max_new_tokens", "seed", "chat")
+
+
+class _Pair(NamedTuple):
+    """Plain decoding's runs and a drafter's on the same prompts."""
+
+    base: list[Run]
+    own: list[Run]
+    prompts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,9 @@ class Row:
         lossless: whether that rule keeps the target's law.
         temperature: 0 is greedy.
         batch_size: prompts decoded together.
+        max_new_tokens: of each text.
+        seed: of the first repeat.
+        chat: whether prompts are rendered by the chat template.
         prompt_set: where the prompts came from.
         category: of the prompts; None for all.
         drafter: its name and options.
@@ -74,7 +85,7 @@ class Row:
         tokens_per_second: of decoding; None where nothing could be measured.
         speedup: seconds a token of plain decoding over seconds a token of this drafter, totals over the very same
             prompts; for equal texts the ratio of total times.
-        interval: of the speedup, by bootstrap over the cells; None with too few of them to tell.
+        interval: of the speedup, by bootstrap over the prompts; None with too few of them to tell.
         tau: mean tokens a round commits, bonus token counted.
         acceptance_by_depth: accepted at depth d, over rounds that got so far and drafted to d.
         acceptance_by_rank: how often the r-th sibling is the accepted one, over nodes that had so many.
@@ -95,6 +106,9 @@ class Row:
     lossless: bool
     temperature: float
     batch_size: int
+    max_new_tokens: int
+    seed: int
+    chat: bool
     prompt_set: str
     category: str | None
     drafter: str
@@ -135,7 +149,7 @@ def rows(records: Sequence[Record], *, by_category: bool = False) -> list[Row]:
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         category = record["category"] if by_category else None
-        conditions = tuple(record["conditions"].values())
+        conditions = (record["conditions"][name] for name in CONDITIONS)
         groups.setdefault((*conditions, record["prompt_set"], category), []).append(record)
     return [row for key, group in groups.items() for row in _group_rows(group, key[-1])]
 
@@ -146,12 +160,10 @@ def _group_rows(records: Sequence[Record], category: str | None) -> list[Row]:
 
 
 def _row(records: Sequence[Record], category: str | None, label: str) -> Row:
-    conditions = records[0]["conditions"]
-    head = {name: conditions[name] for name in ("target", "dtype", "rule", "temperature", "batch_size")}
     pairs = [pair for record in records if (pair := _pair(record, label)) is not None]
-    runs = [run for _, own in pairs for run in own]
+    runs = [run for pair in pairs for run in pair.own]
     row = Row(
-        **head,
+        **{name: records[0]["conditions"][name] for name in CONDITIONS},
         lossless=all(record.get("lossless", True) for record in records),
         prompt_set=records[0]["prompt_set"],
         category=category,
@@ -163,7 +175,7 @@ def _row(records: Sequence[Record], category: str | None, label: str) -> Row:
 
 
 def _measured(row: Row, pairs: Sequence[_Pair], runs: Sequence[Run]) -> Row:
-    plain = [run for base, _ in pairs for run in base]
+    plain = [run for pair in pairs for run in pair.base]
     stats, seconds, decode = _stats(runs), _phases(runs), sum(_decode_seconds(run) for run in runs)
     baseline = row.drafter == "none"
     agreements = [Agreement(**one) for run in runs for one in run.get("agreement", ())]
@@ -208,7 +220,7 @@ def _pair(record: Record, label: str) -> _Pair | None:
     base = [run for run in _runs(record, "none") if not run.get("again")]
     own = [run for run in _runs(record, label) if not run.get("again")]
     whole = base and len(base) == len(own) and not any("error" in run for run in (*base, *own))
-    return (base, own) if whole else None
+    return _Pair(base, own, tuple(record["prompts"])) if whole else None
 
 
 def _runs(record: Record, label: str) -> list[Run]:
@@ -250,7 +262,11 @@ def _decode_seconds(run: Run) -> float:
 def _totals(pairs: Sequence[_Pair]) -> FloatArray:
     """Returns [cells, 4]: seconds and tokens of plain decoding, seconds and tokens of the drafter."""
     totals = [
-        [total for runs in pair for total in (sum(map(_decode_seconds, runs)), sum(run["committed"] for run in runs))]
+        [
+            total
+            for runs in (pair.base, pair.own)
+            for total in (sum(map(_decode_seconds, runs)), sum(run["committed"] for run in runs))
+        ]
         for pair in pairs
     ]
     return np.array(totals, dtype=np.float64)
@@ -268,8 +284,14 @@ def _speedup(pairs: Sequence[_Pair]) -> float | None:
 
 
 def _interval(pairs: Sequence[_Pair]) -> tuple[float, float] | None:
-    """The middle 95 % of the speedups of resampled cells (percentile bootstrap)."""
-    totals = _totals(pairs)
+    """The middle 95 % of the speedups of resampled prompts (percentile bootstrap).
+
+    Repeats of a prompt are no new prompts: they stay together.
+    """
+    repeats: dict[tuple[str, ...], list[_Pair]] = {}
+    for pair in pairs:
+        repeats.setdefault(pair.prompts, []).append(pair)
+    totals = np.array([_totals(same).sum(0) for same in repeats.values()]).reshape(-1, 4)
     totals = totals[(totals > 0).all(1)]  # texts that ended with the prompt's own token took no time
     if len(totals) < FEWEST:
         return None

@@ -83,15 +83,24 @@ class Report:
 
     def notes(self) -> list[str]:
         """Returns what a reader of the table must know: errors, noise, lossy rules."""
-        notes = [f"{self._name(row)}: {error}" for row in self.rows for error in row.errors]
+        errors: dict[tuple[str, str], list[Row]] = {}
+        for row in self.rows:
+            for error in row.errors:
+                errors.setdefault((row.drafter, error), []).append(row)
+        notes = [f"{self._name(rows)}: {error}" for (_, error), rows in errors.items()]
         if self.noisy and self.noise is not None:
             notes.append(f"the machine is noisy: repeated plain decoding differs by {self.noise:.0%}")
-        unclear = [self._name(row) for row in self.rows if row.interval and _holds_one(row.interval)]
+        unclear: dict[str, list[Row]] = {}
+        for row in self.rows:
+            if row.interval and row.interval[0] <= 1 <= row.interval[1]:
+                unclear.setdefault(row.drafter, []).append(row)
         if unclear:
-            notes.append(f"too close to plain decoding to tell: {'; '.join(unclear)}")
+            notes.append(f"too close to plain decoding to tell: {'; '.join(map(self._name, unclear.values()))}")
+        if mixed := _differing([record["environment"] for record in self.records]):
+            notes.append(f"measured under different {', '.join(mixed)}: speedups hold, tokens/s are of no one machine")
         lossy = dict.fromkeys(row.rule for row in self.rows if not row.lossless)
         notes += [f"the rule {rule} is lossy: its text is not the target's" for rule in lossy]
-        return list(dict.fromkeys(notes))
+        return notes
 
     def to_json(self) -> dict[str, Any]:
         """Returns rows, rows by category, noise and notes as plain data."""
@@ -157,17 +166,22 @@ class Report:
         sections = []
         for index, (rows, figures) in enumerate(zip(self._groups(), drawn, strict=True), start=1):
             by_category = self._categories(rows[0])
-            sections.append(Section(_title(rows[0]), _grid(rows), _grid(by_category), _theory_grid(rows), figures))
+            theory = _theory_grid([*rows, *by_category])
+            sections.append(Section(_title(rows[0]), _grid(rows), _grid(by_category), theory, _costs(rows), figures))
             for figure in figures:
                 stem = figure.name if len(drawn) == 1 else f"{figure.name}-{index}"
                 _put(place / f"{stem}.svg", figure.svg)
                 _put(place / f"{stem}.png", figure.png)
         _put(place / PAGE, page("Comparison of drafters", notes, sections, self._facts()))
 
-    def _name(self, row: Row) -> str:
-        """Returns the drafter, with the conditions that are not the same in all rows."""
-        conditions = [f"{_CONDITIONS[name]} {_text(getattr(row, name))}" for name in _varying(self.rows)]
-        return row.drafter + (f" ({', '.join(conditions)})" if conditions else "")
+    def _name(self, rows: Sequence[Row]) -> str:
+        """Returns the drafter of these rows, with their conditions unless these are all that it has."""
+        name = rows[0].drafter
+        if len(rows) == sum(row.drafter == name for row in self.rows):
+            return name
+        varying = _varying(self.rows)
+        given = (", ".join(f"{_CONDITIONS[key]} {_text(getattr(row, key))}" for key in varying) for row in rows)
+        return f"{name} ({'; '.join(given)})"
 
     def _groups(self) -> list[list[Row]]:
         """Returns the rows, one list a set of conditions."""
@@ -184,15 +198,12 @@ class Report:
             return {}
         first, last = self.records[0]["environment"], self.records[-1]["environment"]
         versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items() if version)
-        conditions = self.records[-1]["conditions"]
         facts = {
             "date": first["date"] if first["date"] == last["date"] else f"{first['date']} to {last['date']}",
             "machine": f"{last['processor']}, {last['cores']} cores, {last['threads']} threads, {last['machine']}",
             "device": last["device"],
             "versions": versions,
             "commit": str(last["commit"] or "installed"),
-            "seed": str(conditions["seed"]),
-            "new tokens": f"at most {conditions['max_new_tokens']} a prompt",
         }
         return facts | ({} if self.noise is None else {"noise": f"{self.noise:.1%} between repeats of plain decoding"})
 
@@ -215,6 +226,9 @@ _CONDITIONS = {
     "rule": "rule",
     "temperature": "T",
     "batch_size": "batch",
+    "max_new_tokens": "new tokens",
+    "seed": "seed",
+    "chat": "chat",
     "prompt_set": "prompts",
     "category": "category",
 }
@@ -230,7 +244,7 @@ _HEADINGS = (
     "same text",
 )
 _DEPTHS = 5
-"""Depths shown in tables; the figures and the JSON have all."""
+"""Depths, or ranks, shown in tables; the figures and the JSON have all."""
 
 
 def _grid(rows: Sequence[Row]) -> Grid:
@@ -261,8 +275,27 @@ def _theory_grid(rows: Sequence[Row]) -> Grid:
                 row.speedup,
             )
             pays = "never" if theory.break_even is None else f"{theory.break_even:.2f}"
-            lines.append([row.drafter, *(f"{figure:.3g}" for figure in figures), pays])
-    return Grid(["drafter", *_THEORY], lines, 1)
+            lines.append([row.category or "all", row.drafter, *(f"{figure:.3g}" for figure in figures), pays])
+    return Grid(["category", "drafter", *_THEORY], lines, 2)
+
+
+def _costs(rows: Sequence[Row]) -> Grid:
+    """Returns what a round and a prompt take, acceptance by rank, and memory."""
+    phases = ("draft", "verify", "accept", "commit", "other")
+    headings = ["drafter", *(f"{phase} ms" for phase in phases), "drafted", "accepted by rank", "prompt ms", "peak MB"]
+    lines = [
+        [
+            row.drafter,
+            *(f"{row.seconds_per_round[phase] * 1e3:.2f}" for phase in phases),
+            f"{row.drafted_by_round or 0:.1f}",
+            _rates(row.acceptance_by_rank),
+            f"{(row.prefill_seconds or 0) * 1e3:.1f}",
+            "-" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:.0f}",
+        ]
+        for row in rows
+        if row.seconds_per_round
+    ]
+    return Grid(headings, lines, 1)
 
 
 def _varying(rows: Sequence[Row]) -> list[str]:
@@ -273,24 +306,33 @@ def _figures(row: Row) -> list[str]:
     if row.tau is None:
         return [*["-"] * (len(_HEADINGS) - 1), "failed" if row.errors else "-"]
     interval = "" if row.interval is None else "{:.2f}-{:.2f}".format(*row.interval)
-    depths = " ".join(f"{rate:.2f}".removeprefix("0") for rate in row.acceptance_by_depth[:_DEPTHS])
     return [
         _text(row.tokens_per_second),
         "-" if row.speedup is None else f"{row.speedup:.2f}x",
         interval,
         "" if row.theory is None else f"{row.theory.speedup:.2f}x",
         f"{row.tau:.2f}",
-        depths,
+        _rates(row.acceptance_by_depth),
         *(f"{row.seconds_per_round[phase] * 1e3:.1f}" for phase in ("draft", "verify")),
         row.same_text,
     ]
 
 
+def _rates(rates: Sequence[float]) -> str:
+    return " ".join(f"{rate:.2f}".removeprefix("0") for rate in rates[:_DEPTHS])
+
+
+def _differing(environments: Sequence[dict[str, Any]]) -> list[str]:
+    """Returns what is not the same everywhere, the date apart."""
+    names = dict.fromkeys(name for one in environments for name in one if name != "date")
+    return [name for name in names if any(one.get(name) != environments[0].get(name) for one in environments)]
+
+
 def _title(row: Row) -> str:
-    lossy = "" if row.lossless else " (lossy)"
+    lossy, chat = "" if row.lossless else " (lossy)", "chat" if row.chat else "raw"
     return (
         f"{row.target}, {row.dtype}, rule {row.rule}{lossy}, temperature {row.temperature:g}, "
-        f"batch {row.batch_size}, prompts {row.prompt_set}"
+        f"batch {row.batch_size}, {row.max_new_tokens} new tokens, seed {row.seed}, {chat}, prompts {row.prompt_set}"
     )
 
 
@@ -302,10 +344,6 @@ def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}" if value.is_integer() else f"{value:.1f}"
     return "-" if value is None else str(value)
-
-
-def _holds_one(interval: tuple[float, float]) -> bool:
-    return interval[0] <= 1 <= interval[1]
 
 
 def _put(path: Path, content: str | bytes) -> None:

@@ -23,7 +23,7 @@ from .cell import Cell, Conditions, plan
 from .environment import default_device
 from .prompts import PromptSet, load_prompts
 from .report import Report
-from .spec import DrafterSpec, as_spec, unique
+from .spec import DrafterSpec, as_specs, unique
 from .store import Record, Store
 
 Progress = Callable[[int, int, str], None]
@@ -58,7 +58,8 @@ def compare(
 
     Args:
         target: a `Target`, what `Target.from_pretrained` takes, or a list of these.
-        drafters: names (`"prompt-lookup:gamma=4"` too), (name, options) pairs or built `Drafter`s.
+        drafters: names (`"prompt-lookup:gamma=4"` too, and the grid `"prompt-lookup:gamma=4|8"`), (name, options)
+            pairs or built `Drafter`s.
         prompts: a file, a list, a `PromptSet`, a list of `PromptSet`s, or None for the packaged prompts; see
             `load_prompts`.
         limit: most prompts of a set, taken from its categories in turn.
@@ -84,7 +85,7 @@ def compare(
         ModelNotFound: no such target.
     """
     registry = registry or load_registry()
-    specs = unique([as_spec(drafter) for drafter in _listed("drafters", drafters)])
+    specs = unique([spec for drafter in _listed("drafters", drafters) for spec in as_specs(drafter)])
     if kinds is None:
         kinds = list(itertools.product(_listed("rules", rules), _listed("temperatures", temperatures)))
     _check_plugins(registry, specs, kinds)

@@ -9,7 +9,7 @@ import ast
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core.drafter import Drafter
@@ -41,30 +41,29 @@ class DrafterSpec:
         return self.name + (":" if flat else "") + ",".join(f"{key}={_show(value)}" for key, value in flat)
 
 
-def as_spec(drafter: Any) -> DrafterSpec:
-    """Returns what `compare` was given for one drafter as a spec.
+def as_specs(drafter: Any) -> list[DrafterSpec]:
+    """Returns what `compare` was given for one drafter as specs: several if it is a grid.
 
     Args:
-        drafter: a name, a (name, options) pair, a `Drafter`, or a spec.
+        drafter: a name or the notation of `parse_specs`, a (name, options) pair, a `Drafter`, or a spec.
 
     Raises:
         InvalidRequest: none of these.
     """
     match drafter:
         case DrafterSpec():
-            return drafter
+            return [drafter]
         case str():
-            name, options = parse_spec(drafter)
-            return DrafterSpec(name, options)
+            return parse_specs(drafter)
         case (str(name), Mapping() as options):
-            return DrafterSpec(name, dict(options))
+            return [DrafterSpec(name, dict(options))]
         case Drafter():
-            return DrafterSpec(type(drafter).__name__, built=drafter)
+            return [DrafterSpec(type(drafter).__name__, built=drafter)]
     raise InvalidRequest(f"a drafter is a name, a (name, options) pair or a Drafter, got {drafter!r}")
 
 
 def parse_specs(text: str) -> list[DrafterSpec]:
-    """Reads one word of the command line; values separated by `|` make a grid.
+    """Reads one word, of the command line say; values separated by `|` make a grid.
 
     Raises:
         InvalidRequest: an option without `=`, or no name.
@@ -155,7 +154,15 @@ def _show(value: Any) -> str:
 
 
 def unique(specs: Sequence[DrafterSpec]) -> list[DrafterSpec]:
-    """Returns the specs without repetitions, `none` first: every study has its baseline."""
-    ordered = [DrafterSpec("none"), *(spec for spec in specs if spec.label != "none")]
-    labels = [spec.label for spec in ordered]
-    return [spec for index, spec in enumerate(ordered) if spec.label not in labels[:index]]
+    """Returns the specs without repetitions, `none` first: every study has its baseline.
+
+    Drafters of one class that were built with different options are told apart by a number.
+    """
+    kept = {"none": DrafterSpec("none")}
+    for spec in specs:
+        number = 1
+        while spec.built is not None and spec.label in kept and kept[spec.label].built is not spec.built:
+            number += 1
+            spec = replace(spec, name=f"{type(spec.built).__name__}#{number}")
+        kept.setdefault(spec.label, spec)
+    return list(kept.values())

@@ -95,7 +95,7 @@ class Store:
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
         for line in whole.splitlines():
-            self._records.append(_parse(line, path))
+            self._records.append(_parse(line, path, len(self._records) + 1))
         self._read += len(whole)
 
     def _locked(self) -> FileLock:
@@ -116,16 +116,17 @@ def read_records(path: Path) -> list[Record]:
         content = file.read_bytes()
     except OSError as error:
         raise InvalidRequest(f"no study at {str(path)!r}: {error}") from error
-    return [_parse(line, file) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+    lines = content[: content.rfind(b"\n") + 1].splitlines()
+    return [_parse(line, file, number) for number, line in enumerate(lines, start=1)]
 
 
-def _parse(line: bytes, path: Path) -> Record:
+def _parse(line: bytes, path: Path, number: int) -> Record:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise InvalidCheckpoint(f"{str(path)!r} holds a line that is no JSON: {line[:60]!r}") from error
+        raise InvalidCheckpoint(f"{path}, line {number}: no JSON: {line[:60]!r}") from error
     if not isinstance(record, dict) or not {"key", "conditions", "drafters", "runs"} <= record.keys():
-        raise InvalidCheckpoint(f"{str(path)!r} holds a line that is no study record: {line[:60]!r}")
+        raise InvalidCheckpoint(f"{path}, line {number}: no record of a study: {line[:60]!r}")
     return record
 
 

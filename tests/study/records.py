@@ -37,7 +37,12 @@ def run(
 
 
 def record(
-    *runs: dict[str, Any], category: str = "text", temperature: float = 0.0, rule: str = "auto"
+    *runs: dict[str, Any],
+    category: str = "text",
+    temperature: float = 0.0,
+    rule: str = "auto",
+    prompt: object = 1,
+    **conditions: Any,
 ) -> dict[str, Any]:
     return {
         "key": "k",
@@ -50,10 +55,12 @@ def record(
             "max_new_tokens": 10,
             "seed": 0,
             "chat": False,
+            **conditions,
         },
         "prompt_set": "set",
         "category": category,
-        "prompts": ["1"],
+        "prompts": [str(prompt)],
+        "asked": [[[5, 6]]],
         "repeat": 0,
         "lossless": rule != "typical",
         "drafters": list(dict.fromkeys(one["drafter"] for one in runs)),

@@ -19,10 +19,10 @@ from draftwood.drafters.draft_model import DraftModel
 from draftwood.study.explain import explain_parameters, explain_trace
 from draftwood.study.theory import expected_tokens, speedup
 from draftwood.study.trace import record
+from tests.study.browser import needs_browser
 from tests.study.tiny import tiny_tokenizer
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
-needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's chromium")
 NASTY = '</script><script>document.title = "broken"</script><!-- & \u2028 "\'@style@'
 
 
@@ -158,41 +158,65 @@ def test_no_two_nodes_of_a_tree_lie_on_each_other():
         assert sorted(leaves) == list(range(len(leaves)))
 
 
-@needs_chromium
-@pytest.mark.parametrize("width", [1280, 500])
+PROBE = """
+  const spans = [...document.querySelectorAll("#text span:not(.prompt)")].map((one) => one.textContent);
+  return { now: document.getElementById("now").textContent, at: Number(document.getElementById("cursor").value),
+    end: Number(document.getElementById("cursor").max), facts: document.getElementById("facts").textContent, spans,
+    scripts: document.scripts.length, shown: document.querySelectorAll("#tree .node, #tree .box").length };"""
+RIGHT, END = "\ue014", "\ue010"
+
+
+@pytest.fixture(scope="module")
+def pages(nasty, tmp_path_factory):
+    place = tmp_path_factory.mktemp("pages")
+    (place / "recorded.html").write_text(explain_trace(nasty), encoding="utf-8")
+    (place / "simulated.html").write_text(explain_parameters(0.8, 4, 0.05), encoding="utf-8")
+    return place
+
+
+@needs_browser
 @pytest.mark.parametrize("kind", ["recorded", "simulated"])
-def test_a_browser_steps_through_it(nasty, tmp_path, width, kind):
-    probe = """<script>
-    const steps = Number(document.getElementById("cursor").max);
-    const seen = new Set();
-    for (let one = 0; one < steps; one++) {
-      document.body.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: true, cancelable: true }));
-      seen.add(document.getElementById("now").textContent);
-    }
-    const root = document.documentElement, cursor = document.getElementById("cursor");
-    const spans = [...document.querySelectorAll("#text span:not(.prompt)")].map((one) => one.textContent);
-    const found = { width: innerWidth, page: root.scrollWidth, at: Number(cursor.value), steps, seen: seen.size, spans,
-      nodes: document.querySelectorAll("#tree .node").length, scripts: document.scripts.length };
-    document.title = "found" + JSON.stringify(found);
-    </script>"""
-    page = tmp_path / "page.html"
-    written = explain_trace(nasty) if kind == "recorded" else explain_parameters(0.4, 4, 0.5)
-    page.write_text(written.replace("</body>", f"{probe}</body>"), encoding="utf-8")
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run(
-        [*command, f"--window-size={width},900", "--dump-dom", page.as_uri()],
-        check=True, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    title = re.search(r"<title>found(\{.*?\})</title>", done.stdout, re.S)
-    assert title, done.stdout[:300]
-    found = json.loads(html.unescape(title[1]))
-    assert found["width"] == width and found["page"] <= width, "the page is wider than its window"
-    assert found["at"] == found["steps"] == found["seen"] > 5
-    assert found["scripts"] == 3, "a token became markup"
+def test_a_person_steps_through_it_in_a_browser(pages, nasty, browser, kind):
+    browser.open(pages / f"{kind}.html")
+    before = browser.run(PROBE)
+    assert before["at"] == 0 and before["spans"] == [] and before["scripts"] == 2, "a token became markup"
+    seen = {before["now"]}
+    for step in range(1, before["end"] + 1):
+        if step % 2:
+            browser.click("#next")
+        else:
+            browser.run("document.activeElement.blur()")
+            browser.press(RIGHT)
+        now = browser.run(PROBE)
+        assert now["at"] == step
+        seen.add(now["now"])
+        if step == 3:
+            browser.check_layout()
+    assert len(seen) == before["end"] + 1 > 5
     if kind == "recorded":
-        assert found["spans"] == nasty["rows"][0]["pieces"]
+        assert now["spans"] == nasty["rows"][0]["pieces"]
     else:
-        assert len(found["spans"]) == 48 and found["nodes"] >= 2
+        assert len(now["spans"]) == 48
+    browser.check_layout()
+    browser.click("#first")
+    assert browser.run(PROBE) == before | {"at": 0}
+
+
+@needs_browser
+def test_sliders_show_where_speculation_finishes_last(pages, browser):
+    browser.open(pages / "simulated.html")
+    assert "finishes last" not in browser.run(PROBE)["facts"]
+    for name, value in (("alpha", 0.4), ("c", 0.5)):
+        browser.run(
+            f"const knob = document.getElementById('{name}'); knob.value = {value};"
+            "knob.dispatchEvent(new Event('input', { bubbles: true }));"
+        )
+    browser.press(END)
+    found = browser.run(PROBE)
+    assert found["at"] == found["end"] and len(found["spans"]) == 48
+    assert "speculation finishes last" in found["facts"]
+    assert f"{speedup(0.4, 4, 0.5):.2f}x" in found["facts"], "what theory says"
+    browser.check_layout()
 
 
 def test_a_damaged_recording_is_refused(trace):

@@ -60,14 +60,26 @@ def test_speedup_is_of_totals_per_token():
 
 def test_intervals_cover_the_speedup_and_need_enough_cells():
     records = [
-        record(run("none", total=10 + index % 3, committed=10), run("x", total=5, committed=10)) for index in range(12)
+        record(run("none", total=10 + index % 3, committed=10), run("x", total=5, committed=10), prompt=index)
+        for index in range(12)
     ]
     assert row_of(records[:4], "x").interval is None
     row = row_of(records, "x")
     low, high = row.interval
     assert 2.0 <= low < row.speedup < high <= 2.4
-    same = [record(run("none", total=10, committed=10), run("x", total=5, committed=10)) for _ in range(6)]
+    same = [record(run("none", total=10, committed=10), run("x", total=5, committed=10), prompt=i) for i in range(6)]
     assert row_of(same, "x").interval == pytest.approx((2.0, 2.0))
+
+
+def test_repeating_prompts_does_not_narrow_an_interval():
+    def once(count):
+        return [
+            record(run("none", total=10 + 5 * index, committed=10), run("x", total=9, committed=10), prompt=index)
+            for index in range(count)
+        ]
+
+    assert row_of(once(6) * 9, "x").interval == row_of(once(6), "x").interval
+    assert row_of(once(4) * 9, "x").interval is None, "four prompts stay four"
 
 
 def test_cells_in_which_either_failed_count_for_neither():

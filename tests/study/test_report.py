@@ -14,6 +14,7 @@ import pytest
 
 from draftwood.core.errors import InvalidRequest
 from draftwood.study.report import Report
+from tests.study.browser import needs_browser
 from tests.study.records import record, run
 
 NASTY = "x:path=<b>a_b&c|d%$x$</b>"
@@ -38,6 +39,7 @@ def study(categories="ab", temperatures=(0.0, 1.0)) -> Report:
                 category=category,
                 temperature=temperature,
                 rule="typical" if temperature else "auto",
+                prompt=f"{category}{index}",
             )
             for temperature in temperatures
             for category in categories
@@ -141,6 +143,31 @@ def test_text_and_notebook_show_the_table():
     assert "<table>" in shown and "&lt;script&gt;" in shown and "<script>" not in shown
 
 
+def test_conditions_that_differ_are_named(tmp_path):
+    report = Report(
+        [record(run("none"), run("x"), **given) for given in ({}, {"max_new_tokens": 20}, {"seed": 1}, {"chat": True})]
+    )
+    assert len({tuple(line.split()[:4]) for line in str(report).splitlines()[1:9]}) == 8
+    report.save(tmp_path)
+    page = (tmp_path / "index.html").read_text()
+    assert page.count("<section>") == 4 and "20 new tokens, seed 0, raw" in page and "seed 1, raw" in page
+
+
+def test_an_error_is_said_once_with_the_conditions_it_came_under():
+    failed = {"drafter": "x", "turn": 0, "error": "E: boom"}
+    twice = [record(run("none"), failed, temperature=heat) for heat in (0.0, 1.0)]
+    assert Report(twice).notes() == ["x: E: boom"]
+    fine = record(run("none"), run("x"), temperature=2.0)
+    assert Report([*twice, fine]).notes() == ["x (T 0; T 1): E: boom"]
+
+
+def test_cells_of_different_machines_are_told():
+    first, second = record(run("none")), record(run("none"))
+    assert Report([first, second]).notes() == []
+    second["environment"] |= {"threads": 8, "date": "2026-02-02T00:00:00+00:00", "commit": "abc"}
+    assert "under different commit, threads:" in Report([first, second]).notes()[0]
+
+
 def test_an_empty_report_can_be_shown(tmp_path):
     assert str(Report([]))
     Report([]).save(tmp_path)
@@ -163,25 +190,16 @@ def test_a_place_that_cannot_be_written(tmp_path):
         study().save(tmp_path / "file")
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's chromium")
-@pytest.mark.parametrize("width", [1280, 500])
-def test_the_page_fits_a_desktop_and_a_phone(saved, tmp_path, width):
-    probe = """<script>addEventListener("load", () => { const root = document.documentElement;
-      const images = [...document.images].every((image) => image.complete && image.naturalWidth > 0);
-      document.title = [innerWidth, root.scrollWidth, images, getComputedStyle(document.body).fontSize].join(" "); })
-    </script>"""
-    page = tmp_path / "probed.html"
-    page.write_text((saved / "index.html").read_text().replace("</body>", f"{probe}</body>"))
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run(
-        [*command, f"--window-size={width},900", "--dump-dom", page.as_uri()],
-        check=True, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    found = re.search(r"<title>(\d+) (\d+) (true|false) 16px</title>", done.stdout)
-    assert found, done.stdout[:300]
-    assert int(found[1]) == width
-    assert int(found[2]) <= width, "the page is wider than its window"
-    assert found[3] == "true", "a figure did not load"
+@needs_browser
+def test_the_page_fits_a_desktop_and_a_phone(saved, browser):
+    browser.open(saved / "index.html")
+    browser.check_layout()
+    assert browser.run("return document.images.length") == 12
+    assert browser.run("return getComputedStyle(document.body).fontSize") == "16px"
+    for index in range(browser.run("return document.querySelectorAll('summary').length")):
+        browser.run(f"document.querySelectorAll('summary')[{index}].click()")
+    assert browser.run("return document.querySelectorAll('details[open] table').length") == 6
+    browser.check_layout()
 
 
 def test_long_names_of_drafters_leave_room_to_draw_in():

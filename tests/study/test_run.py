@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import threading
+import time
 
 import pytest
 
 import draftwood
 from draftwood.core.drafter import Drafter
 from draftwood.core.errors import InvalidRequest, ModelNotFound, UnknownName
-from draftwood.core.proposal import Proposal
-from draftwood.core.tree import TokenTree
+from draftwood.core.target import Target
 from draftwood.decoder import Decoder
 from draftwood.drafters.prompt_lookup import PromptLookup
 from draftwood.study import theory
@@ -107,6 +106,15 @@ def test_batches_are_full_and_keep_to_a_category_where_they_can(tiny_target):
         ("mixed", ["c0", "a0"]),
     ]
     assert all(len(run["tokens"]) == 2 for run in runs_of(report, "none"))
+
+
+def test_conversations_of_equal_length_share_a_batch(tiny_target):
+    prompts = [StudyPrompt(f"{i}", "c", ("a", "b")[:turns]) for i, turns in enumerate((1, 2, 1, 2))]
+    report = compare(tiny_target, prompts=prompts, batch_sizes=(2,))
+    assert [(record["prompts"], len(record["asked"])) for record in report.records] == [
+        (["0", "2"], 1),
+        (["1", "3"], 2),
+    ]
 
 
 def test_coupled_texts_are_compared_and_freely_drawn_ones_are_not(tiny_target):
@@ -238,27 +246,12 @@ def test_two_at_once_share_the_cells(tiny_target, tmp_path):
     assert [len(report.records) for report in reports] == [4, 4]
 
 
-class Oracle(Drafter):
-    """Knows what the target will write, and errs with a chosen probability, each token by itself."""
-
-    def __init__(self, texts, alpha, gamma):
-        self.texts, self.alpha, self.gamma, self.random = texts, alpha, gamma, random.Random(0)
-
-    def propose(self, state):
-        chains = []
-        for index, row in enumerate(state.rows):
-            text = self.texts[tuple(row.tokens[: row.prompt_length])]
-            right = text[len(row.output) :][: min(self.gamma, state.room(index))]
-            chains.append([token if self.random.random() < self.alpha else (token + 1) % 96 for token in right])
-        return Proposal(TokenTree.from_paths([[chain] for chain in chains]))
-
-
-def test_measured_acceptance_follows_theory(tiny_target):
+def test_measured_acceptance_follows_theory(tiny_target, tmp_path):
     alpha, gamma = 0.6, 3
-    prompts = [[index, index + 1, 7] for index in range(20, 30)]
-    decoder = Decoder(tiny_target)
-    texts = {tuple(p): decoder.generate(p, max_new_tokens=50, eos_token_id=[]).tokens for p in prompts}
-    row = compare(tiny_target, [Oracle(texts, alpha, gamma)], prompts=prompts, max_new_tokens=50).rows[1]
+    given = {"prompts": [[index, index + 1, 7] for index in range(20, 30)], "max_new_tokens": 50}
+    compare(tiny_target, ["none"], directory=tmp_path, **given)
+    oracle = ("oracle", {"continuation": str(tmp_path), "alpha": alpha, "gamma": gamma})
+    row = compare(tiny_target, [oracle], **given).rows[1]
     assert row.same_text == "yes"
     rounds = row.tokens / row.tau
     assert rounds > 150
@@ -267,6 +260,46 @@ def test_measured_acceptance_follows_theory(tiny_target):
     assert row.tau == pytest.approx(expected, abs=4 * spread / math.sqrt(rounds))
     assert row.theory.alpha == pytest.approx(alpha, abs=0.07)
     assert row.theory.tokens == pytest.approx(row.tau, rel=0.07)
+
+
+@pytest.mark.parametrize(("alpha", "c", "helps"), [(0.8, 0.1, True), (0.4, 0.5, False)])
+def test_measured_speedup_follows_theory(tiny_llama, tmp_path, monkeypatch, alpha, c, helps):
+    """On a clock that knows passes and draft steps alone, theory is within the measured interval."""
+    gamma, now, score = 4, [0.0], Target.score
+
+    def clock():
+        now[0] += 1e-5
+        return now[0]
+
+    def one_pass(self, *arguments, **options):
+        now[0] += 0.01
+        return score(self, *arguments, **options)
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(Target, "score", one_pass)
+    target = Target(tiny_llama)
+    given = {"prompts": [[index, index + 1, 7] for index in range(20, 28)], "max_new_tokens": 32}
+    compare(target, ["none"], directory=tmp_path, **given)
+    oracle = ("oracle", {"continuation": str(tmp_path), "alpha": alpha, "gamma": gamma, "c": c})
+    row = compare(target, [oracle], **given).rows[1]
+    low, high = row.interval
+    assert low <= row.theory.speedup <= high
+    # A text's end cuts its last drafts short, which the formula does not know.
+    assert row.speedup == pytest.approx(theory.speedup(alpha, gamma, c), rel=0.2)
+    assert (row.theory.c, row.theory.v) == pytest.approx((c, 1.0), rel=0.02)
+    assert row.theory.speedup == pytest.approx(row.speedup, rel=0.1)
+    assert (low > 1) is helps and (high < 1) is not helps and (row.theory.alpha > row.theory.break_even) is helps
+
+
+def test_an_oracle_of_a_study_prefers_greedy_and_long_texts(tiny_target, tmp_path):
+    for options in ({"temperatures": (1.0,)}, {"max_new_tokens": 12}, {"max_new_tokens": 3}):
+        compare(tiny_target, directory=tmp_path, **options)
+    for place in (tmp_path, tmp_path / RESULTS):
+        report = compare(tiny_target, [("oracle", {"continuation": str(place), "gamma": 2})], max_new_tokens=12)
+        assert report.rows[1].acceptance_by_depth == [1.0, 1.0]
+    (tmp_path / RESULTS).write_text(json.dumps({"runs": [{"drafter": "none", "tokens": [[1]], "turn": 0}]}) + "\n")
+    with pytest.raises(InvalidRequest, match=f"{RESULTS}, line 1: no record of a study with its prompts"):
+        compare(tiny_target, [("oracle", {"continuation": str(tmp_path)})])
 
 
 def test_verification_tells_faults_from_near_ties(tiny_target):

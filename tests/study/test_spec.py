@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from draftwood.core.errors import InvalidRequest
 from draftwood.drafters.none import NoDrafter
-from draftwood.study.spec import DrafterSpec, as_spec, parse_option, parse_specs, parse_value, unique
+from draftwood.study.spec import DrafterSpec, as_specs, parse_option, parse_specs, parse_value, unique
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_a_label_reads_back_as_its_spec(given_options):
 
 def test_compare_takes_names_pairs_and_drafters():
     drafter = NoDrafter()
-    assert as_spec("p:gamma=2") == DrafterSpec("p", {"gamma": 2})
-    assert as_spec(("p", {"gamma": 2})) == DrafterSpec("p", {"gamma": 2})
-    assert as_spec(drafter).built is drafter
+    assert as_specs("p:gamma=2|4") == [DrafterSpec("p", {"gamma": 2}), DrafterSpec("p", {"gamma": 4})]
+    assert as_specs(("p", {"gamma": [2, 4]})) == [DrafterSpec("p", {"gamma": [2, 4]})]
+    assert as_specs(drafter)[0].built is drafter
     for wrong in (3, ("p", 3), None):
         with pytest.raises(InvalidRequest, match="a drafter is"):
-            as_spec(wrong)
+            as_specs(wrong)
 
 
 def test_every_study_has_plain_decoding_once_and_first():
@@ -100,3 +100,10 @@ def test_every_study_has_plain_decoding_once_and_first():
         spec.label for spec in unique([DrafterSpec("b"), DrafterSpec("none"), DrafterSpec("a"), DrafterSpec("b")])
     ]
     assert labels == ["none", "b", "a"]
+
+
+def test_built_drafters_of_one_class_are_told_apart():
+    first, second, third = NoDrafter(), NoDrafter(), NoDrafter()
+    specs = unique([spec for one in (first, second, first, third) for spec in as_specs(one)])
+    assert [spec.label for spec in specs] == ["none", "NoDrafter", "NoDrafter#2", "NoDrafter#3"]
+    assert [spec.built for spec in specs[1:]] == [first, second, third]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -73,9 +74,9 @@ def _claim(store: Store) -> bool:
 
 @pytest.mark.parametrize("line", [b"not json\n", b"[]\n", b'{"key": 1}\n'])
 def test_a_broken_whole_line_is_named(tmp_path, line):
-    (tmp_path / RESULTS).write_bytes(line)
+    (tmp_path / RESULTS).write_bytes(json.dumps(record("a")).encode() + b"\n" + line)
     for read in (Store, read_records):
-        with pytest.raises(InvalidCheckpoint, match="holds a line that is no"):
+        with pytest.raises(InvalidCheckpoint, match=f"{RESULTS}, line 2: no (JSON|record of a study)"):
             read(tmp_path)
 
 
