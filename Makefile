@@ -43,7 +43,7 @@ test-compat-%: .venv/torch
 
 # The site, to site/; a link that leads nowhere or a page that is not in the navigation is an error.
 docs: .venv/docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 fuzz: .venv/installed
 	DRAFTWOOD_FUZZ=10000 $(PYTEST) tests/fuzz
