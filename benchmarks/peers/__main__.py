@@ -96,8 +96,9 @@ def default_skip(layers: int) -> tuple[int, ...]:
 
 
 def asked_for(entry: Entry, given: argparse.Namespace) -> bool:
-    ours = entry.peer in (OURS, PACKED)
-    return entry.method in (given.only or PEERS) and (ours or entry.worker in (given.peer or WORKERS))
+    libraries = {peer.split(",")[0] for peer in PEERS[entry.method]} & {*(given.peer or WORKERS)}
+    ours = entry.peer in (OURS, PACKED) and bool(libraries)
+    return entry.method in (given.only or PEERS) and (ours or entry.worker in libraries)
 
 
 def about(given: argparse.Namespace, assets: Assets) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """How a library is asked to decode: JSON lines over the pipes of a process of its own.
 
-    {"load": LABEL, "method": NAME, "options": {...}}              -> {"ready": true}
-    {"run": LABEL, "prompt": [ids], "max_new_tokens": N}           -> {"tokens": [ids], "seconds": S, "passes": P}
-    anything that goes wrong                                       -> {"error": "Kind: message"}
+    {"load": LABEL, "method": NAME, "options": {...}}    -> {"ready": true}
+    {"run": LABEL, "prompt": [ids], "max_new_tokens": N} -> {"tokens": [ids], "seconds": S, "rounds": R, "committed": C}
+    anything that goes wrong                             -> {"error": "Kind: message"}
 
-This module runs in every virtual environment, so that it needs nothing but the standard library. `passes` are forwards
-of the target, the one that reads the prompt included; null where a library does not tell.
+This module runs in every virtual environment, so that it needs nothing but the standard library. `rounds` are
+forwards of the target that may check a draft, and `committed` the tokens that came of them: where a library reads the
+prompt in a forward of its own, neither counts that one.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import IO, Any, cast
 
 ROOT = Path(__file__).parents[2]
 
-Run = Callable[[list[int], int], tuple[list[int], int | None]]
-"""Decodes (prompt, most new tokens) greedily to (new tokens, passes)."""
+Run = Callable[[list[int], int], tuple[list[int], int, int]]
+"""Decodes (prompt, most new tokens) greedily to (new tokens, rounds, committed)."""
 Method = Callable[[dict[str, Any]], Run]
 """Makes a method ready with its options."""
 
@@ -116,8 +117,13 @@ def _answer(request: dict[str, Any], methods: Mapping[str, Method], loaded: dict
         return {"ready": True}
     run = loaded[request["run"]]
     start = time.perf_counter()
-    tokens, passes = run(request["prompt"], request["max_new_tokens"])
-    return {"tokens": tokens, "seconds": time.perf_counter() - start, "passes": passes}
+    tokens, rounds, committed = run(request["prompt"], request["max_new_tokens"])
+    return {
+        "tokens": tokens,
+        "seconds": time.perf_counter() - start,
+        "rounds": rounds,
+        "committed": committed,
+    }
 
 
 def arguments() -> argparse.Namespace:

@@ -32,9 +32,9 @@ def methods(model: str) -> dict[str, Method]:
                 options["model"] = dw.Target.from_pretrained(options.pop("draft_model"), dtype="float32", packed=packed)
             decoder = dw.Decoder(target(packed), name, drafter_options=options)
 
-            def run(prompt: list[int], count: int) -> tuple[list[int], int]:
+            def run(prompt: list[int], count: int) -> tuple[list[int], int, int]:
                 out = decoder.generate(prompt, max_new_tokens=count)
-                return out.tokens, out.stats.rounds + 1
+                return out.tokens, out.stats.rounds, out.stats.committed
 
             return run
 
@@ -56,9 +56,9 @@ def merged(target: Any) -> Method:
         parts = [DraftModel(model=draft, gamma=options["gamma"]), PromptLookup(gamma=options["lookup"])]
         decoder = dw.Decoder(target(packed), Merged(parts))
 
-        def run(prompt: list[int], count: int) -> tuple[list[int], int]:
+        def run(prompt: list[int], count: int) -> tuple[list[int], int, int]:
             out = decoder.generate(prompt, max_new_tokens=count)
-            return out.tokens, out.stats.rounds + 1
+            return out.tokens, out.stats.rounds, out.stats.committed
 
         return run
 

@@ -24,9 +24,10 @@ def methods(directory: str) -> dict[str, Method]:
         config = economize.DecodeConfig(cycle_length=cycle)
         ends = model.unwrap().generation_config.eos_token_id
 
-        def run(prompt: list[int], count: int) -> tuple[list[int], int]:
+        def run(prompt: list[int], count: int) -> tuple[list[int], int, int]:
             result = model.decode(torch.tensor(prompt), count, decoding=config, stop=ends)
-            return result.tokens.tolist(), result.cost.count("exact")
+            tokens = result.tokens.tolist()
+            return tokens, result.cost.count("exact") - 1, len(tokens) - 1
 
         return run
 

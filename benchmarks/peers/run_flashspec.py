@@ -33,9 +33,10 @@ def methods(directory: str) -> dict[str, Method]:
         )
         engine = SpeculativeEngine(config, drafters, TargetModel(directory, device, torch.float32, model=model))
 
-        def run(prompt: list[int], count: int) -> tuple[list[int], int]:
+        def run(prompt: list[int], count: int) -> tuple[list[int], int, int]:
             result = engine.generate(torch.tensor([prompt]), max_new_tokens=count)
-            return result.output_ids[0, : result.n_tokens_generated].tolist(), len(result.arm_steps)
+            tokens = result.output_ids[0, : result.n_tokens_generated].tolist()
+            return tokens, len(result.arm_steps), len(tokens)  # the first step checks a draft too
 
         return run
 

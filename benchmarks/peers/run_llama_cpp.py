@@ -33,7 +33,7 @@ def methods(file: str, threads: int) -> dict[str, Method]:
         model.eval = counted  # type: ignore[method-assign]
         end = model.token_eos()
 
-        def run(prompt: list[int], count: int) -> tuple[list[int], int]:
+        def run(prompt: list[int], count: int) -> tuple[list[int], int, int]:
             nonlocal passes
             model.reset()  # else it would reuse what it knows of the prompt
             passes, tokens = 0, []
@@ -41,7 +41,7 @@ def methods(file: str, threads: int) -> dict[str, Method]:
                 tokens.append(token)
                 if token == end:
                     break
-            return tokens, passes
+            return tokens, passes - 1, len(tokens) - 1
 
         return run
 

@@ -22,21 +22,19 @@ class Passes:
         # Early exit drafts with the model itself, told to have fewer layers.
         self.count += self._config.num_hidden_layers == self._layers
 
-    def since(self, before: int) -> int:
-        return self.count - before
-
 
 def methods(directory: str) -> dict[str, Method]:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     passes = Passes(model)
 
     def generating(**given: Any) -> Run:
-        def run(prompt: list[int], count: int) -> tuple[list[int], int]:
+        def run(prompt: list[int], count: int) -> tuple[list[int], int, int]:
             ids, before = torch.tensor([prompt]), passes.count
             out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, **given
             )
-            return out[0, len(prompt) :].tolist(), passes.since(before)
+            tokens = out[0, len(prompt) :].tolist()
+            return tokens, passes.count - before, len(tokens)  # the first forward checks a draft too
 
         return run
 

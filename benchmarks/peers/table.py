@@ -21,7 +21,7 @@ class Summary:
 
     Attributes:
         rate: tokens per second, prompts read included.
-        tau: tokens per pass behind the one that reads the prompt; None where the library does not tell passes.
+        tau: tokens that a round commits; None if there was no round.
         same: in how many runs the text was plain decoding's.
         runs: how many there were.
         seconds_a_token: of every run, by prompt and repeat.
@@ -47,11 +47,10 @@ def summarise(runs: Iterable[dict[str, Any]]) -> dict[tuple[str, str], Summary]:
 
 
 def _summary(runs: Sequence[dict[str, Any]]) -> Summary:
-    told = [run for run in runs if run["passes"] is not None and run["passes"] > 1]
-    tokens, passes = sum(run["count"] - 1 for run in told), sum(run["passes"] - 1 for run in told)
+    rounds, committed = (sum(run[name] for run in runs) for name in ("rounds", "committed"))
     return Summary(
         rate=sum(run["count"] for run in runs) / sum(run["seconds"] for run in runs),
-        tau=tokens / passes if passes else None,
+        tau=committed / rounds if rounds else None,
         same=sum(run["same"] for run in runs),
         runs=len(runs),
         seconds_a_token={(run["prompt"], run["repeat"]): run["seconds"] / max(run["count"], 1) for run in runs},

@@ -47,7 +47,7 @@ def main() -> None:
     frequent = counts.topk(min(given.draft_vocabulary or len(counts), len(counts))).indices
     pad = tokenizer.pad_token_id or 0
 
-    def run(steps: int, output: Path | None) -> tuple[float, Any]:
+    def run(steps: int, output: Path | None, **logging: Any) -> tuple[float, Any]:
         source = SequenceSource(examples, given.batch_size, pad_token_id=pad)
         model = make(given, frequent)
         start = time.perf_counter()
@@ -59,11 +59,13 @@ def main() -> None:
             warmup_steps=min(100, steps // 20),
             output_dir=output,
             seed=0,
+            **logging,
         )
         return time.perf_counter() - start, result
 
-    seconds, _ = run(given.probe, None)
-    steps = max(int(60 * given.minutes / (seconds / given.probe)), 1)
+    _, probe = run(given.probe, None, log_every=1)
+    took = probe.history[-1]["time"] - probe.history[0]["time"]  # the first step is no measure
+    steps = max(int(60 * given.minutes / (took / (given.probe - 1))), 1)
     took, result = run(steps, given.out)
     print(json.dumps({"steps": steps, "seconds": took, "final": str(result.final_path), "loss": result.losses[-1]}))
 
