@@ -41,6 +41,10 @@ EvalEvery = Annotated[
 EvalFraction = Annotated[
     float, typer.Option(help="Share of the sequences that is held out to measure on, or their number.")
 ]
+EvalData = Annotated[
+    str | None,
+    typer.Option(help="Measure on this instead, as --data takes it; so that runs one after another compare."),
+]
 OptionalEvalFraction = Annotated[
     float, typer.Option(help="Share of the sequences to hold out and measure on, or their number; 0 measures nothing.")
 ]
@@ -92,6 +96,14 @@ def read_sequences(source: str, target: Target, length: int, limit_tokens: int |
     if skipped:
         remark(f"{len(skipped)} rows left out, the first: {skipped[0]}")
     return sequences
+
+
+def read_both(
+    source: str, measured: str | None, target: Target, length: int, limit_tokens: int | None
+) -> tuple[Any, Any]:
+    """Returns the sequences to train on, and those of `--eval-data`, None without it; as `read_sequences`."""
+    sequences = read_sequences(source, target, length, limit_tokens)
+    return sequences, None if measured is None else read_sequences(measured, target, length)
 
 
 def run_training(

@@ -15,6 +15,7 @@ from .cli_data import (
     CheckpointEvery,
     Clip,
     Data,
+    EvalData,
     EvalEvery,
     LearningRate,
     Length,
@@ -27,7 +28,7 @@ from .cli_data import (
     block_numbers,
     check_extra,
     held_out,
-    read_sequences,
+    read_both,
     run_training,
 )
 from .cli_study import Seed, load_target
@@ -71,6 +72,7 @@ def draft_model(
     clip: Clip = 1.0,
     gamma: Annotated[int, typer.Option(help="Length of the draft whose expected tau is told.")] = 4,
     eval_fraction: OptionalEvalFraction = 0.05,
+    eval_data: EvalData = None,
     eval_every: EvalEvery = 0,
     seed: Seed = 0,
     checkpoint_every: CheckpointEvery = 100,
@@ -104,10 +106,10 @@ def draft_model(
     )
     saved: Any = None if save_dtype in (None, "auto") else parse_dtype(save_dtype)
     target = load_target(model, dtype, device)
-    sequences = read_sequences(data, target, length, limit_tokens)
+    sequences, held = read_both(data, eval_data, target, length, limit_tokens)
 
     def run(told: dict[str, Any]) -> None:
-        kept: dict[str, Any] = {"cache": cache, "save_dtype": saved, "tensorboard": tensorboard}
+        kept: dict[str, Any] = {"held": held, "cache": cache, "save_dtype": saved, "tensorboard": tensorboard}
         train_draft_model(target, sequences, output, schedule, recipe, init=init, **kept, **told)
 
     def tell(entry: dict[str, Any], _: dict[str, Any]) -> tuple[int, str]:

@@ -19,6 +19,7 @@ from .cli_data import (
     Clip,
     Data,
     DraftVocabulary,
+    EvalData,
     EvalEvery,
     EvalFraction,
     Init,
@@ -33,7 +34,7 @@ from .cli_data import (
     check_extra,
     head_figures,
     held_out,
-    read_sequences,
+    read_both,
     run_training,
 )
 from .cli_study import Seed, load_target
@@ -111,6 +112,7 @@ def eagle(
     clip: Clip = 0.5,
     seed: Seed = 0,
     eval_fraction: EvalFraction = 0.05,
+    eval_data: EvalData = None,
     eval_every: EvalEvery = 0,
     depth: Annotated[int, typer.Option(help="Tokens ahead that are measured.")] = 5,
     nodes: Nodes = 12,
@@ -150,10 +152,16 @@ def eagle(
         steps, batch_size, accumulate, rate, rise, weight_decay, clip, seed, checkpoint_every, eval_every
     )
     target = load_target(model, dtype, device)
-    sequences = read_sequences(data, target, length, limit_tokens)
+    sequences, held = read_both(data, eval_data, target, length, limit_tokens)
 
     def run(told: dict[str, Any]) -> None:
-        kept: dict[str, Any] = {"cache": cache, "layout": layout.value, "base_model": model, "tensorboard": tensorboard}
+        kept: dict[str, Any] = {
+            "held": held,
+            "cache": cache,
+            "layout": layout.value,
+            "base_model": model,
+            "tensorboard": tensorboard,
+        }
         train_eagle(target, sequences, output, schedule, recipe, init=init, **kept, **told)
 
     use = f"draftwood generate {model} PROMPT --drafter eagle --option checkpoint={output}"

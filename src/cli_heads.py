@@ -20,6 +20,7 @@ from .cli_data import (
     Clip,
     Data,
     DraftVocabulary,
+    EvalData,
     EvalEvery,
     EvalFraction,
     Init,
@@ -35,7 +36,7 @@ from .cli_data import (
     check_extra,
     head_figures,
     held_out,
-    read_sequences,
+    read_both,
     run_training,
 )
 from .cli_study import Seed, load_target
@@ -79,6 +80,7 @@ def medusa(
     clip: Clip = 1.0,
     seed: Seed = 0,
     eval_fraction: EvalFraction = 0.05,
+    eval_data: EvalData = None,
     eval_every: EvalEvery = 0,
     nodes: Nodes = 12,
     checkpoint_every: CheckpointEvery = 100,
@@ -99,11 +101,17 @@ def medusa(
         steps, batch_size, accumulate, learning_rate, warmup, weight_decay, clip, seed, checkpoint_every, eval_every
     )
     target = load_target(model, dtype, device)
-    sequences = read_sequences(data, target, length, limit_tokens)
+    sequences, held = read_both(data, eval_data, target, length, limit_tokens)
     layout_name: Any = "vllm" if layout is Layout.vllm else "medusa-1"
 
     def run(told: dict[str, Any]) -> None:
-        kept: dict[str, Any] = {"cache": cache, "layout": layout_name, "base_model": model, "tensorboard": tensorboard}
+        kept: dict[str, Any] = {
+            "held": held,
+            "cache": cache,
+            "layout": layout_name,
+            "base_model": model,
+            "tensorboard": tensorboard,
+        }
         train_medusa(target, sequences, output, schedule, recipe, init=init, **kept, **told)
 
     use = f"draftwood generate {model} PROMPT --drafter medusa --option checkpoint={output}"
@@ -134,6 +142,7 @@ def medusa_joint(
     clip: Clip = 1.0,
     seed: Seed = 0,
     eval_fraction: EvalFraction = 0.05,
+    eval_data: EvalData = None,
     eval_every: EvalEvery = 0,
     nodes: Nodes = 12,
     checkpoint_every: CheckpointEvery = 100,
@@ -159,10 +168,10 @@ def medusa_joint(
     first = Schedule(head_steps, learning_rate=head_learning_rate, **shape) if head_steps else None
     schedule = Schedule(steps, learning_rate=learning_rate, **shape)
     target = load_target(model, dtype, device)
-    sequences = read_sequences(data, target, length, limit_tokens)
+    sequences, held = read_both(data, eval_data, target, length, limit_tokens)
 
     def run(told: dict[str, Any]) -> None:
-        kept: dict[str, Any] = {"init": init, "cache": cache, "tensorboard": tensorboard}
+        kept: dict[str, Any] = {"init": init, "held": held, "cache": cache, "tensorboard": tensorboard}
         train_medusa_joint(target, sequences, output, schedule, recipe, joint, first=first, **kept, **told)
 
     def tell(entry: dict[str, Any], last: dict[str, Any]) -> tuple[int, str]:

@@ -21,6 +21,7 @@ from .cli_data import (
     CheckpointEvery,
     Clip,
     Data,
+    EvalData,
     EvalEvery,
     LearningRate,
     Length,
@@ -34,7 +35,7 @@ from .cli_data import (
     block_numbers,
     check_extra,
     held_out,
-    read_sequences,
+    read_both,
     run_training,
 )
 from .cli_study import ChatFlag, Limit, Prompts, Seed, load_target
@@ -143,6 +144,7 @@ def layer_skip_training(
     clip: Clip = 1.0,
     seed: Seed = 0,
     eval_fraction: OptionalEvalFraction = 0.0,
+    eval_data: EvalData = None,
     eval_every: EvalEvery = 0,
     checkpoint_every: CheckpointEvery = 100,
     tensorboard: Tensorboard = False,
@@ -160,11 +162,11 @@ def layer_skip_training(
         steps, batch_size, accumulate, learning_rate, warmup, weight_decay, clip, seed, checkpoint_every, eval_every
     )
     target = load_target(model, dtype, device)
-    sequences = read_sequences(data, target, length, limit_tokens)
+    sequences, held = read_both(data, eval_data, target, length, limit_tokens)
 
     def run(told: dict[str, Any]) -> None:
         kept: dict[str, Any] = {"held_out": held_out(eval_fraction), "tensorboard": tensorboard}
-        kept |= {"tokenizer": target.tokenizer, "on_step": told["on_step"]}  # it caches no features
+        kept |= {"held": held, "tokenizer": target.tokenizer, "on_step": told["on_step"]}  # it caches no features
         train_layer_skip(target.model, sequences, output, schedule, recipe, **kept)
 
     run_training(
@@ -190,7 +192,7 @@ def plot(
     check_extra()
     from .training.curve import join_curves, plot_curves, read_curve
 
-    curves = {str(log): read_curve(log) for log in logs}
+    curves = {str(log).removesuffix("/log.jsonl"): read_curve(log) for log in logs}
     try:
         plot_curves({"joined": join_curves(curves.values())} if joined else curves, output)
     except ImportError as error:  # matplotlib is an extra

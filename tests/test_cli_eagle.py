@@ -29,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_train_eagle_does_what_the_library_does(tiny: Path, tmp_path: Path, version: int):
     output = tmp_path / "head"
     options = ["--draft-vocabulary", "20", "--unroll", "2", "--decay", "0.5", "--batch-size", "2", "--accumulate", "2"]
-    options += ["--learning-rate", "0.01", "--warmup", "2", "--clip", "0.7", "--eval-fraction", "3", "--noise", "0.1"]
+    options += ["--learning-rate", "0.01", "--warmup", "2", "--clip", "0.7", "--eval-data", "DATA", "--noise", "0.1"]
     options += ["--eval-every", "2", "--depth", "3", "--nodes", "5", "--seed", "4", "--cache", str(tmp_path / "c")]
     options += ["--entropy-weight", "0.3", "--start", "block", "--dtype", "float32", "--recompute"]
     options += THIRD if version == 3 else ["--feature-weight", "2"]
@@ -52,18 +52,21 @@ def test_train_eagle_does_what_the_library_does(tiny: Path, tmp_path: Path, vers
         entropy_weight=0.3,
         noise=0.1,
         recompute=True,
-        held_out=3,
         depth=3,
         nodes=5,
     )
+    data = pack(read_documents(tiny / "data.txt", target.tokenizer), 9)
     expected = train_eagle(
         target,
-        pack(read_documents(tiny / "data.txt", target.tokenizer), 9),
+        data,
         tmp_path / "python",
         Schedule(3, 2, 2, 0.01, 2, clip=0.7, seed=4, eval_every=2),
         recipe,
+        held=data,
         cache=tmp_path / "c",
     )
+    told = [json.loads((place / "training.json").read_text())["evaluation"] for place in (output, tmp_path / "python")]
+    assert told[0] == told[1]
     found = load_head(output, target)
     for one, other in zip(expected.state_dict().values(), found.state_dict().values(), strict=True):
         assert torch.equal(one, other)

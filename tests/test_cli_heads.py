@@ -113,7 +113,7 @@ def test_train_medusa_2_makes_a_target_that_drafts_for_itself(tiny: Path, tmp_pa
 def test_train_medusa_2_does_what_the_library_does(tiny: Path, tmp_path: Path):
     output, cache = tmp_path / "model", tmp_path / "cache"
     options = "--head-steps 2 --heads 2 --decay 0.5 --nodes 3 --weight-decay 0.1 --clip 0.1 --learning-rate 0.01 "
-    options += f"--eval-every 1 --batch-size 2 --eval-fraction 3 --dtype float32 --cache {cache} --json"
+    options += f"--eval-every 1 --batch-size 2 --eval-data DATA --dtype float32 --cache {cache} --json"
     arguments = [*TRAIN, *options.split()]
     arguments[1] = "medusa-2"
     told = json.loads(good(*filled(tiny, output, arguments)).stdout)
@@ -121,22 +121,22 @@ def test_train_medusa_2_does_what_the_library_does(tiny: Path, tmp_path: Path):
     assert (cache / "training" / "features.json").exists()
     target = Target.from_pretrained(tiny, dtype="float32")
     common: dict[str, Any] = {"batch_size": 2, "weight_decay": 0.1, "clip": 0.1, "eval_every": 1}
+    data = pack(read_documents(tiny / "data.txt", target.tokenizer), 8)
     _, expected = train_medusa_joint(
         target,
-        pack(read_documents(tiny / "data.txt", target.tokenizer), 8),
+        data,
         tmp_path / "python",
         Schedule(3, learning_rate=0.01, **common),
-        MedusaRecipe(heads=2, decay=0.5, held_out=3, nodes=3),
+        MedusaRecipe(heads=2, decay=0.5, nodes=3),
+        held=data,
         first=Schedule(2, learning_rate=1e-3, **common),
         cache=cache,
     )
     found = load_heads(output, width=target.config.hidden_size, vocabulary=target.vocabulary_size).heads
     for one, other in zip(expected.state_dict().values(), found.state_dict().values(), strict=True):
         assert torch.equal(one, other)
-    assert [json.loads((place / "training.json").read_text())["nodes"] for place in (output, tmp_path / "python")] == [
-        3,
-        3,
-    ]
+    found, expected = (json.loads((place / "training.json").read_text()) for place in (output, tmp_path / "python"))
+    assert found == expected and found["nodes"] == 3
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,9 @@ def save_deep(place: Path) -> Path:
 def test_learning_curves_are_drawn(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first, then = tmp_path / "first", tmp_path / "then"
     good(*filled(tiny, first, [*TRAIN, "--heads", "1", "--eval-every", "1"]))
-    good(*filled(tiny, then, [*TRAIN, "--init", str(first), "--eval-every", "1"]))
+    good(*filled(tiny, then, [*TRAIN, "--init", str(first), "--eval-every", "1", "--eval-data", "DATA"]))
+    settings = json.loads((then / "training.json").read_text())
+    assert settings["sequences"]["training"] == settings["sequences"]["held-out"]
     for joined in (True, False):
         curve = tmp_path / f"{joined}.svg"
         done = good("train", "plot", first, then, "--out", curve, *(["--joined"] if joined else []))

@@ -182,8 +182,8 @@ def test_train_layer_skip_makes_a_model_that_early_exit_drafts_with(tiny, tmp_pa
         "gradual",
         "--checkpoint-every",
         2,
-        "--eval-fraction",
-        1,
+        "--eval-data",
+        data,
         "--eval-every",
         4,
     ]
@@ -205,8 +205,11 @@ def test_train_layer_skip_makes_a_model_that_early_exit_drafts_with(tiny, tmp_pa
         tmp_path / "python",
         schedule,
         Recipe(exit_layers=(2, 3), curriculum="gradual"),
-        held_out=1,
+        held=pack(documents, 8),
     )
+    again = json.loads((tmp_path / "python" / "log.jsonl").read_text().splitlines()[-1])
+    assert again["evaluation"] == log[-1]["evaluation"]
+    assert json.loads((output / "training.json").read_text())["schedule"]["steps"] == 4
     trained = target.model.state_dict()
     assert all(torch.equal(tensor, trained[name]) for name, tensor in expected.state_dict().items())
     options = ["--drafter", "early-exit", "--option", "exit_layer=2", "--max-new-tokens", 6]

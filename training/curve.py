@@ -7,6 +7,7 @@ draft model) above expected tau, against the tokens that were read and the minut
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FORMATS = (".svg", ".png", ".pdf")
-_RATES, _TAUS = ("top-1", "agreement", "acceptance"), ("tau",)
+_PANELS = {
+    "share of tokens": re.compile(r"agreement|acceptance|.* top-1"),
+    "tokens a round": re.compile(r"tau|(greedy|expected) tau"),
+}
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _LINES = ("-", "--", ":", "-.")
@@ -59,7 +63,7 @@ def read_curve(log: str | Path) -> list[Point]:
         InvalidRequest: there is no log, it cannot be read, or nothing was measured.
     """
     given = Path(log).expanduser()
-    places = [given, given / LOG, given.with_name(given.name + ".training") / LOG]
+    places = [given, given / LOG, Path(f"{given}.training") / LOG]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         raise InvalidRequest(f"no log of a training at {str(given)!r}: neither a file nor a directory with {LOG}")
@@ -105,11 +109,8 @@ def plot_curves(curves: dict[str, Sequence[Point]], output: str | Path) -> None:
     except ImportError as error:
         raise ImportError("drawing needs matplotlib; pip install 'draftwood[plot]'") from error
     named = list(dict.fromkeys(name for curve in curves.values() for point in curve for name in point.figures))
-    rows = [
-        (label, found)
-        for label, ends in (("share of tokens", _RATES), ("tokens a round", _TAUS))
-        if (found := [name for name in named if name.endswith(ends)])
-    ]
+    panels = {label: [name for name in named if known.fullmatch(name)] for label, known in _PANELS.items()}
+    rows = [(label, names) for label, names in panels.items() if names]
     if not rows:
         raise InvalidRequest(f"nothing that was measured can be drawn: {', '.join(named) or 'no figures'}")
     with matplotlib.rc_context(_STYLE):
@@ -131,6 +132,8 @@ def _draw(axes: Axes, curves: dict[str, Sequence[Point]], names: Sequence[str], 
     for number, (run, curve) in enumerate(curves.items()):
         for colour, name in enumerate(names):
             known = [point for point in curve if name in point.figures]
+            if not known:
+                continue
             axes.plot(
                 [at(point) for point in known],
                 [point.figures[name] for point in known],

@@ -331,6 +331,11 @@ def split(data: Sequences, held: int | float, seed: int = 0) -> tuple[Sequences,
     return Sequences(data.tokens[rest], data.learnt[rest]), Sequences(data.tokens[out], data.learnt[out])
 
 
+def apart(data: Sequences, held_out: int | float, seed: int, held: Sequences | None) -> tuple[Sequences, Sequences]:
+    """Returns what is learnt and what is measured on: all of `data` and `held` where that is given, else a split."""
+    return split(data, held_out, seed) if held is None else (data, held)
+
+
 def frequent_tokens(data: Sequences, count: int, vocabulary: int) -> Tensor:
     """Returns the tokens that are learnt most often, of equally frequent ones the lower ids.
 

@@ -25,7 +25,7 @@ from draftwood.core.target import Target
 from draftwood.core.views import head_alone, head_of
 from draftwood.study.theory import expected_tokens
 
-from .data import Batch, Sequences, check_vocabulary, split
+from .data import Batch, Sequences, apart, check_vocabulary
 from .features import FeatureSource, feature_sources
 from .fingerprint import fingerprint
 from .loop import Figures, Objective, Schedule, held_out, train
@@ -90,6 +90,7 @@ def train_draft_model(
     recipe: DraftModelRecipe | None = None,
     *,
     init: str | Path | None = None,
+    held: Sequences | None = None,
     cache: str | Path | None = None,
     save_dtype: torch.dtype | None = None,
     tensorboard: bool = False,
@@ -109,6 +110,7 @@ def train_draft_model(
         schedule: how long and how fast.
         recipe: what the student is and learns.
         init: student to start from, such as one that was trained before, in place of the target's blocks.
+        held: what the student is measured on, in place of a part of `data`, which runs before this one may have learnt.
         cache: directory for the target's last hidden states, computed there once; without it they are computed as
             needed.
         save_dtype: of the saved weights; the target's when None.
@@ -131,8 +133,11 @@ def train_draft_model(
     """
     recipe = recipe or DraftModelRecipe()
     output, working = new_output(output)
-    check_vocabulary(data, target.vocabulary_size)
-    learnt, held = split(data, recipe.held_out, schedule.seed) if recipe.held_out else (data, None)
+    learnt: Sequences = data
+    if held is not None or recipe.held_out:
+        learnt, held = apart(data, recipe.held_out, schedule.seed, held)
+    for part in (data, *([] if held is None else [held])):
+        check_vocabulary(part, target.vocabulary_size)
     student, setup = _student(target, learnt, recipe, init)
     source, measuring = feature_sources(target, ["last"], learnt, held, cache, on_features)
     setup["model"] = fingerprint(target.model)

@@ -30,7 +30,7 @@ from draftwood.drafters.eagle.formats import load_head, save_head
 from draftwood.drafters.eagle.network import Eagle3Head, EagleHead
 from draftwood.drafters.medusa.network import lm_head_rows
 
-from .data import Sequences, frequent_tokens, split
+from .data import Sequences, apart, frequent_tokens
 from .eagle_losses import EagleObjective, Evaluation, Weights, feature_names
 from .features import check_data, feature_sources
 from .fingerprint import fingerprint
@@ -121,6 +121,7 @@ def train_eagle(
     recipe: EagleRecipe | None = None,
     *,
     init: str | Path | None = None,
+    held: Sequences | None = None,
     cache: str | Path | None = None,
     layout: Literal["yuhuili", "speculators"] = "yuhuili",
     base_model: str = "",
@@ -141,6 +142,7 @@ def train_eagle(
             gradients clipped at 0.5.
         recipe: what is trained.
         init: head to start from, in any layout that is read; it settles layers and draft vocabulary.
+        held: what the head is measured on, in place of a part of `data`, which runs before this one may have learnt.
         cache: directory for the target's features, computed there once; without it they are computed as needed.
         layout: of the saved head; `"speculators"` is for EAGLE-3.
         base_model: name of the target, for the config.
@@ -163,8 +165,9 @@ def train_eagle(
     if layout != "yuhuili" and (layout != "speculators" or recipe.version == 1):
         raise InvalidRequest(f"layout must be 'yuhuili' or, for EAGLE-3, 'speculators', got {layout!r}")
     output, working = new_output(output)
-    check_data(data, target)
-    learnt, held = split(data, recipe.held_out, schedule.seed)
+    learnt, held = apart(data, recipe.held_out, schedule.seed, held)
+    for part in (learnt, held):
+        check_data(part, target)
     check_lengths(learnt, unroll, "training")
     check_lengths(held, recipe.depth, "held-out")
     head = make_head(target, learnt, recipe, init, seed=schedule.seed)

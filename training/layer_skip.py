@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftwood.core.anatomy import find_blocks, find_decoder
 from draftwood.core.errors import InvalidRequest, UnsupportedModel
 
-from .data import Batch, Sequences, check_vocabulary, split
+from .data import Batch, Sequences, apart, check_vocabulary
 from .fingerprint import fingerprint
 from .loop import Figures, Objective, Schedule, train
 from .loop import held_out as measure
@@ -120,6 +120,7 @@ def train_layer_skip(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     held_out: int | float = 0,
+    held: Sequences | None = None,
     tensorboard: bool = False,
     on_step: Callable[[dict[str, Any]], None] | None = None,
 ) -> PreTrainedModel:
@@ -137,6 +138,7 @@ def train_layer_skip(
         recipe: what LayerSkip adds.
         tokenizer: saved beside the model.
         held_out: share of the sequences to measure all exits on, or how many; 0 measures nothing.
+        held: what to measure them on, in place of a part of `data`.
         tensorboard: also write the log for tensorboard.
         on_step: called with each line of the log.
 
@@ -161,8 +163,9 @@ def train_layer_skip(
     about = {**asdict(recipe), "exit_layers": recipe.exits(len(blocks)), "model": fingerprint(student)}
     objective = _EarlyExits(student, blocks, recipe, schedule.steps)
     evaluate = None
-    if held_out:
-        data, held = split(data, held_out, schedule.seed)
+    if held is not None or held_out:
+        data, held = apart(data, held_out, schedule.seed, held)
+        check_vocabulary(held, embeddings.weight.shape[0])
         every = replace(recipe, p_max=0.0, curriculum="rotational", rotation=1)  # nothing dropped, all exits
         evaluate = measure(_EarlyExits(student, blocks, every, schedule.steps), held, schedule.batch_size)
     told: dict[str, Any] = {"on_step": on_step, "tensorboard": tensorboard}

@@ -21,7 +21,7 @@ from draftwood.core.views import head_of
 from draftwood.drafters.medusa.formats import Layout, load_heads, save_heads
 from draftwood.drafters.medusa.network import IGNORED, MedusaHeads
 
-from .data import Sequences, frequent_tokens, split
+from .data import Sequences, apart, frequent_tokens
 from .features import check_data, feature_sources
 from .fingerprint import fingerprint
 from .loop import Schedule, train
@@ -70,6 +70,7 @@ def train_medusa(
     recipe: MedusaRecipe | None = None,
     *,
     init: str | Path | None = None,
+    held: Sequences | None = None,
     cache: str | Path | None = None,
     layout: Layout = "medusa-1",
     base_model: str = "",
@@ -89,6 +90,7 @@ def train_medusa(
         schedule: how long and how fast.
         recipe: what is trained.
         init: heads to start from, in any layout that is read.
+        held: what heads are measured on, in place of a part of `data`, which runs before this one may have learnt.
         cache: directory for the target's features, computed there once; without it they are computed as needed.
         layout: of the saved heads.
         base_model: name of the target, for the config.
@@ -108,8 +110,9 @@ def train_medusa(
     """
     recipe = recipe or MedusaRecipe()
     output, working = new_output(output)
-    check_data(data, target)
-    learnt, held = split(data, recipe.held_out, schedule.seed)
+    learnt, held = apart(data, recipe.held_out, schedule.seed, held)
+    for part in (learnt, held):
+        check_data(part, target)
     heads = make_heads(target, learnt, recipe, init)
     for part, name in ((learnt, "training"), (held, "held-out")):
         check_labels(part, heads, name)

@@ -27,7 +27,7 @@ from draftwood.core.target import Target
 from draftwood.drafters.medusa.formats import head_weights
 from draftwood.drafters.medusa.network import MedusaHeads
 
-from .data import Batch, Sequences, split
+from .data import Batch, Sequences, apart
 from .features import check_data
 from .fingerprint import fingerprint
 from .loop import Figures, Objective, Schedule, train
@@ -73,6 +73,7 @@ def train_medusa_joint(
     *,
     first: Schedule | None = None,
     init: str | Path | None = None,
+    held: Sequences | None = None,
     cache: str | Path | None = None,
     tensorboard: bool = False,
     on_step: Callable[[dict[str, Any]], None] | None = None,
@@ -92,6 +93,7 @@ def train_medusa_joint(
         joint: of the second stage.
         first: schedule of the first stage, the heads alone.
         init: heads to start from, in place of the first stage.
+        held: what both are measured on, in place of a part of `data`, which runs before this one may have learnt.
         cache: directory for the target's features, which the first stage alone can keep: later the model changes.
         tensorboard: also write the logs for tensorboard.
         on_step: called with each line of either stage's log.
@@ -114,16 +116,23 @@ def train_medusa_joint(
         raise InvalidRequest("give either a schedule of the first stage, or heads to start from (init)")
     if cache is not None and first is None:
         raise InvalidRequest("cache is for the first stage; leave it out where heads are given (init)")
-    check_data(data, target)
+    for part in (data, *([] if held is None else [held])):
+        check_data(part, target)
     student: PreTrainedModel = copy.deepcopy(target.model).requires_grad_(True)
     trained: nn.Module = student
     if joint.lora is not None:
         trained = _adapted(student, joint.lora, schedule.seed)
     stage = output.with_name(output.name + ".heads")
     if first is not None:
-        options = {"cache": cache, "tensorboard": tensorboard, "on_step": on_step, "on_features": on_features}
+        options = {
+            "held": held,
+            "cache": cache,
+            "tensorboard": tensorboard,
+            "on_step": on_step,
+            "on_features": on_features,
+        }
         _first_stage(target, data, stage, first, recipe, options)
-    learnt, held = split(data, recipe.held_out, schedule.seed)
+    learnt, held = apart(data, recipe.held_out, schedule.seed, held)
     heads = make_heads(target, learnt, recipe, init or stage)
     if heads.config.shared:
         raise InvalidRequest(f"the heads at {str(init)!r} share the target's LM head; joint training needs own ones")

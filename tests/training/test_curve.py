@@ -12,7 +12,7 @@ import pytest
 from draftwood.core.errors import InvalidRequest
 from draftwood.training.curve import Point, join_curves, plot_curves, read_curve
 
-FIGURES = {"head 0 top-1": 0.25, "head 0 loss": 3.0, "expected tau": 1.5}
+FIGURES = {"head 0 top-1": 0.25, "head 0 loss": 3.0, "step 1 acceptance": 0.5, "expected tau": 1.5}
 
 
 def write_log(directory: Path, *lines: dict[str, Any]) -> Path:
@@ -42,11 +42,12 @@ def test_rates_and_tau_are_drawn_by_run(tmp_path: Path):
     svg = (tmp_path / "new" / "curve.svg").read_text()
     for said in ("head 0 top-1", "expected tau", "million tokens", "minutes", "share of tokens", "tokens a round"):
         assert f">{said}<" in svg
-    assert "head 0 loss" not in svg
+    assert "head 0 loss" not in svg and "step 1 acceptance" not in svg
     draft = [Point(0, 0.0, {"agreement": 0.5, "greedy tau": 2.0})]
     plot_curves({"one": curve, "two": draft}, tmp_path / "two.svg")
     svg = (tmp_path / "two.svg").read_text()
     assert ">head 0 top-1, one<" in svg and ">agreement, two<" in svg and ">greedy tau, two<" in svg
+    assert ">agreement, one<" not in svg  # which it has not measured
     plot_curves({"run": curve}, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -345,6 +345,10 @@ def test_a_student_is_trained_further_on_other_data(tmp_path: Path):
         return train_draft_model(target, more, tmp_path / name, schedule, recipe, **options)
 
     lines: list[dict[str, Any]] = []
+    further("measured", recipe=replace(rest, held_out=0), schedule=replace(again, steps=1), held=own_text(target, 9))
+    settings = json.loads((tmp_path / "measured" / "training.json").read_text())
+    assert settings["sequences"] == {"training": len(more), "held-out": len(own_text(target, 9))}
+    assert settings["evaluation"]["agreement"] > 0
     nothing = replace(again, steps=1, learning_rate=1e-12)
     further("same", schedule=nothing, save_dtype=torch.float32, on_step=lines.append)
     found = [load_file(tmp_path / name / "model.safetensors") for name in ("first", "same")]

@@ -286,6 +286,19 @@ def test_cached_features_teach_the_same(target: Target, tmp_path: Path):
     assert (34, 34) in told and (6, 6) in told
 
 
+def test_data_to_measure_on_may_be_given(target: Target, tmp_path: Path):
+    lines: list[dict[str, Any]] = []
+    held = sequences(10)
+    heads = train_medusa(target, sequences(), tmp_path / "x", FAST, RECIPE, held=held, on_step=lines.append)
+    told = json.loads((tmp_path / "x" / "training.json").read_text())
+    assert told["sequences"] == {"training": 40, "held-out": 10, "length": 12}
+    expected = Evaluation(heads, OnlineFeatures(target, ["last"]), head_of(target), held, 4, 12)()
+    assert lines[-1]["evaluation"] == pytest.approx(expected)
+    outside = Sequences(held.tokens + VOCABULARY, held.learnt)
+    with pytest.raises(InvalidRequest, match="outside the target's vocabulary"):
+        train_medusa(target, sequences(), tmp_path / "y", FAST, RECIPE, held=outside)
+
+
 def test_training_goes_on_from_saved_heads(target: Target, tmp_path: Path):
     recipe = replace(RECIPE, draft_vocabulary=20, layers=2)
     first = train_medusa(target, sequences(), tmp_path / "first", FAST, recipe)
