@@ -38,10 +38,11 @@ Recording = Mapping[int | tuple[int, ...], Sequence[int]]
 class Oracle(Drafter):
     """Drafts a chain of `gamma` tokens, each the recorded one with probability `alpha` and a wrong one otherwise.
 
-    Whether a position is guessed right is a function of (seed, row, position), so that acceptances are independent
-    and equal: where the recording is what the target says, a round commits (1 - alpha^(gamma+1)) / (1 - alpha) tokens
-    (Leviathan et al. 2023, arXiv:2211.17192, eq. 1). A text that has left its recording is still drafted from it, by
-    position. The tokens are chosen, so there is no law. Rows without a recording draft nothing.
+    Whether a position is guessed right is a function of (seed, row, position, recorded token), so that acceptances are
+    independent, from prompt to prompt too, and equally likely: where the recording is what the target says, a round
+    commits (1 - alpha^(gamma+1)) / (1 - alpha) tokens (Leviathan et al. 2023, arXiv:2211.17192, eq. 1). A text that
+    has left its recording is still drafted from it, by position. The tokens are chosen, so there is no law. Rows
+    without a recording draft nothing.
 
     Args:
         continuation: the new tokens that are expected: token ids, for every prompt; a list of such lists, one a prompt
@@ -110,7 +111,7 @@ class Oracle(Drafter):
         return self._known.get(row.key, ()) if by_prompt is None else by_prompt
 
     def _guess(self, row: int, position: int, recorded: int) -> int:
-        chance = random.Random(f"{self.seed}/{row}/{position}")
+        chance = random.Random(f"{self.seed}/{row}/{position}/{recorded}")
         if chance.random() < self.alpha or self._vocabulary < 2:
             return recorded
         return (recorded + chance.randrange(1, self._vocabulary)) % self._vocabulary
