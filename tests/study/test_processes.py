@@ -52,7 +52,7 @@ def test_processes_share_the_cells_and_lose_nothing_when_they_are_killed(tiny_di
     records = [json.loads(line) for line in whole.splitlines()]
     assert set(Counter(record["key"] for record in records).values()) == {1}, "a cell was run twice"
 
-    repeats = 1 + max(record["repeat"] for record in records)
+    repeats = 2 + max(record["repeat"] for record in records)  # some are still to run
     report = draftwood.compare(str(tiny_directory), directory=tmp_path, repeats=repeats, **SETTINGS)
     final = results.read_bytes()
     assert final.startswith(whole) and final.endswith(b"\n")
