@@ -54,7 +54,7 @@ def main() -> None:
     given = parse()
     torch.set_num_threads(given.threads)
     given.out.mkdir(parents=True, exist_ok=True)
-    model = save_model(given.model, given.out / "model")
+    model = save_model(given.model, given.out.parent / f"model-{Path(given.model).name}")
     target = dw.Target.from_pretrained(str(model), dtype="float32")
     learnt, held = split_chats(given)
     text = pack(read_documents(held, target.tokenizer), given.length)
@@ -188,7 +188,9 @@ def eagle3_of(weights: dict[str, torch.Tensor], target: dw.Target) -> Eagle3Head
     offsets, _ = ours.pop("d2t"), ours.pop("t2d")
     tokens = torch.arange(len(offsets)) + offsets
     everything = len(tokens) == target.vocabulary_size
-    head = Eagle3Head(layer_config(target), layers=default_layers(target), draft_tokens=None if everything else tokens)
+    head = Eagle3Head(
+        layer_config(target), layers=sorted({*default_layers(target)}), draft_tokens=None if everything else tokens
+    )
     head.load_state_dict(ours)
     head.attach(target)
     return head.requires_grad_(False).eval()

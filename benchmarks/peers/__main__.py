@@ -44,6 +44,7 @@ WORKERS = {
 def main() -> None:
     given = parse()
     torch.set_num_threads(given.threads)
+    given.out /= Path(given.model).name  # what is made of a model is kept for the next run
     given.out.mkdir(parents=True, exist_ok=True)
     model = save_model(given.model, given.out / "model")
     tokenizer = load_model(model)[1]
@@ -191,11 +192,14 @@ def gguf_of(given: argparse.Namespace, model: Path) -> Path:
     """Returns the model as GGUF.
 
     Raises:
-        PeerError: it is not the packaged one, whose file everything but the weights is taken from.
+        PeerError: it is not the packaged one, whose file everything but the weights is taken from; or that failed.
     """
     if given.model != DEMO_MODEL:
         raise PeerError(f"needs a GGUF file, which there is of the model {DEMO_MODEL!r} alone")
-    return save_gguf(model, packaged_gguf(), given.out / "model-f32.gguf")
+    try:
+        return save_gguf(model, packaged_gguf(), given.out / "model-f32.gguf")
+    except Exception as error:
+        raise PeerError(f"no GGUF file could be written: {type(error).__name__}: {error}") from error
 
 
 def in_turn(alive: Sequence[Entry], turn: int) -> list[Entry]:
