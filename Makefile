@@ -65,7 +65,7 @@ bench-peers: .venv/installed .venv-peers-economize/installed .venv-peers-flashsp
 	.venv-peers-$*/bin/$(PIP_INTO) $(PEER)
 	touch $@
 
-# It compiles for up to an hour on two cores and does not everywhere; the table then says that it is not installed.
+# It is compiled, which takes long and does not work everywhere; the table then says that it is not installed.
 .venv-peers-llama/tried:
 	test -x .venv-peers-llama/bin/python || $(PYTHON) -m venv .venv-peers-llama
 	-.venv-peers-llama/bin/$(PIP_INTO) llama-cpp-python==0.3.36
