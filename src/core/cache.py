@@ -195,11 +195,12 @@ class SlotCache(_AttentionOnly):
         )
 
     def _rebuild(self, rows: int, capacity: int) -> None:
-        """Moves everything into larger tensors."""
+        """Moves the rows in use into larger tensors; what others left behind stays behind."""
+        used = len(self.lengths)
         for shape, old in self._stores.items():
             new = self._allocate(shape, rows, capacity)
             for target, source in zip(new, old, strict=True):
-                target[:, : self._rows, :, : self.capacity] = source
+                target[:, :used, :, : self.capacity] = source[:, :used]
             self._stores[shape] = new
         self._rows, self.capacity = rows, capacity
         self._bind()

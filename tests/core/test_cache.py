@@ -103,8 +103,9 @@ def test_rows_that_leave_make_room_without_new_memory() -> None:
     assert before == {store.data_ptr() for stores in cache._stores.values() for store in stores}
 
 
+@pytest.mark.parametrize("rows", [2, 3], ids=["in place", "in larger tensors"])
 @pytest.mark.parametrize("stay", [[1], []])
-def test_what_a_row_leaves_behind_never_reaches_another(stay: list[int]) -> None:
+def test_what_a_row_leaves_behind_never_reaches_another(stay: list[int], rows: int) -> None:
     """A diverged row holds NaN, and a weight of 0 times NaN is NaN."""
     cache = SlotCache(LAYOUT, 2, 8)
     cache.open(3)
@@ -112,7 +113,7 @@ def test_what_a_row_leaves_behind_never_reaches_another(stay: list[int]) -> None
         nan, numbers = torch.tensor(torch.nan), states(shape, 2, 3, 1.0)[1]
         cache.update(nan.expand(2, shape.heads, 3, shape.key_width), numbers, layer)
     cache.select(stay)
-    cache.extend(2 - len(stay))
+    cache.extend(rows - len(stay))
     for keys, values in cache._stores.values():
         assert not keys[:, len(stay) :].isnan().any()
         assert not values[:, len(stay) :].any()
