@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from draftwood.core.cache import SlotCache
+from draftwood.core.checks import whole_number
 from draftwood.core.drafter import Drafter
 from draftwood.core.errors import InvalidRequest
 from draftwood.core.request import Prompt
@@ -29,6 +30,8 @@ from draftwood.drafters import early_exit, layer_skip
 from draftwood.drafters.early_exit import EarlyExit
 from draftwood.drafters.layer_choice import save_choice
 from draftwood.drafters.layer_skip import LayerSkip
+
+from .fingerprint import fingerprint
 
 if TYPE_CHECKING:
     import optuna
@@ -162,12 +165,14 @@ def search_early_exit(
     exits = range(1, target.layers)
     if not exits:
         raise InvalidRequest("a target of one block has no exit inside")
-    trials = len(exits) if trials is None else min(trials, len(exits))
+    trials = len(exits) if trials is None else min(whole_number("trials", trials), len(exits))
     spread = [exits[round(index * (len(exits) - 1) / max(trials - 1, 1))] for index in range(trials)]
+    # Those beyond `trials` wait for a search that goes on with more.
+    order = [*spread, *(layer for layer in exits if layer not in spread)]
     space = _Space(
         early_exit.NAME,
         lambda trial: {"exit_layer": trial.suggest_int("exit_layer", 1, target.layers - 1)},
-        lambda _: [{"exit_layer": layer} for layer in spread],
+        lambda _: [{"exit_layer": layer} for layer in order],
         lambda options: layer_view(target, 0, options["exit_layer"]),
         lambda options: EarlyExit(exit_layer=options["exit_layer"], gamma=gamma),
     )
@@ -263,35 +268,44 @@ class _Search:
         if self.objective not in ("proxy", "speed"):
             raise InvalidRequest(f"objective must be 'proxy' or 'speed', got {self.objective!r}")
         for name, number in (("trials", trials), ("max_new_tokens", self.max_new_tokens), ("gamma", self.gamma)):
-            if number < 1:
-                raise InvalidRequest(f"{name} must be >= 1, got {number}")
+            whole_number(name, number)
         if not prompts:
             raise InvalidRequest("a search needs prompts to try candidates on, got none")
         texts = [Decoder(self.target).encode(prompt) for prompt in prompts]
         setup = self._setup(texts)
         study = _study(self.output, setup, self.seed)
         proxy = Proxy(self.target, texts, max_new_tokens=self.max_new_tokens, gamma=self.gamma)
-        if not study.get_trials(deepcopy=False):
-            for start in self.space.starts(proxy):
-                study.enqueue_trial(start)
+        self._enqueue_starts(study, proxy)
 
         best = _best(study)
-        for finished in range(_finished(study) + 1, trials + 1):
+        while (finished := _finished(study)) < trials:
             trial = study.ask()
             options = self.space.suggest(trial)
             value = self._value(options, proxy, texts)
             trial.set_user_attr("options", options)
             study.tell(trial, values=value, state=_state("COMPLETE" if value is not None else "PRUNED"))
-            if value is not None and (best is None or value > best.value):
-                best = Found(options, value, finished)
+            before, best = best, _best(study)  # of all processes that search into this log
+            if best is not None and (before is None or best.value > before.value):
                 self._save(best, setup)
             if on_trial is not None:
-                on_trial(Progress(finished, trials, value, best))
+                on_trial(Progress(finished + 1, trials, value, best))
         if best is None:
             raise InvalidRequest(f"none of {trials} trials skipped anything and left something to run; try more")
-        best = Found(best.options, best.value, _finished(study))
         self._save(best, setup)
         return best
+
+    def _enqueue_starts(self, study: optuna.Study, proxy: Proxy) -> None:
+        """Has the candidates to begin with tried first; once more those at which a search was killed."""
+        starts = study.user_attrs.get("starts")
+        if starts is None:
+            starts = self.space.starts(proxy)
+            study.set_user_attr("starts", starts)
+        trials = study.get_trials(deepcopy=False)
+        settled = [trial.params for trial in trials if trial.state.is_finished()]
+        settled += [trial.system_attrs.get("fixed_params") for trial in trials if trial.state == _state("WAITING")]
+        for start in starts:
+            if start not in settled:
+                study.enqueue_trial(start)
 
     def _value(self, options: Options, proxy: Proxy, prompts: list[list[int]]) -> float | None:
         """Returns the value of a candidate; None if it leaves nothing out, or nothing to run."""
@@ -313,7 +327,7 @@ class _Search:
             "objective": self.objective,
             "max_new_tokens": self.max_new_tokens,
             "gamma": self.gamma,
-            "layers": self.target.layers,
+            "model": fingerprint(self.target.model),
             "prompts": hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16],
         }
 
@@ -341,7 +355,11 @@ def _study(output: str | Path | None, setup: Mapping[str, Any], seed: int) -> op
         path = Path(output).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.with_name(path.name + ".trials")
-        storage = JournalStorage(JournalFileBackend(str(log)))
+        _drop_torn_line(log)
+        try:
+            storage = JournalStorage(JournalFileBackend(str(log)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidRequest(f"{log} is no log of a search ({error}); delete it, or give another output") from error
     study = optuna.create_study(storage=storage, study_name="layers", direction="maximize", load_if_exists=True)
     # A sampler begins anew with each call; the same draws again would be the same candidates again.
     study.sampler = optuna.samplers.TPESampler(seed=seed + _finished(study))
@@ -355,6 +373,13 @@ def _study(output: str | Path | None, setup: Mapping[str, Any], seed: int) -> op
             "delete it, or give another output"
         )
     return study
+
+
+def _drop_torn_line(log: Path) -> None:
+    """Cuts off what a process that was killed had not written to its end; the next line would be glued to it."""
+    if log.is_file() and not (content := log.read_bytes()).endswith(b"\n"):
+        with log.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)
 
 
 def _state(name: str) -> optuna.trial.TrialState:

@@ -148,6 +148,70 @@ def test_a_stopped_search_goes_on(target, tmp_path: Path):
         search_early_exit(target, PROMPTS, output=output, **SHORT)
 
 
+def test_a_killed_search_tries_again_what_it_was_at(target, proxy, monkeypatch, tmp_path: Path):
+    """Nothing runs in a process that is killed: its trial stays open in the log, and a line may be torn."""
+    output, log = tmp_path / "exit.json", tmp_path / "exit.json.trials"
+    seen: list[float | None] = []
+    value = Proxy.__call__
+
+    def killed(self: Proxy, view: Target) -> float:
+        if view.layers == 2:
+            raise SystemExit
+        return value(self, view)
+
+    monkeypatch.setattr(Proxy, "__call__", killed)
+    with pytest.raises(SystemExit):
+        search_early_exit(target, PROMPTS, **SHORT, output=output, on_trial=lambda one: seen.append(one.value))
+    monkeypatch.undo()
+    log.write_bytes(log.read_bytes() + b'{"op_code":6,"wor')
+
+    search_early_exit(target, PROMPTS, **SHORT, output=output, on_trial=lambda one: seen.append(one.value))
+    assert sorted(seen) == sorted(proxy(layer_view(target, 0, layer)) for layer in (1, 2, 3))
+    assert search_early_exit(target, PROMPTS, **SHORT, output=output).trials == 3  # the log can be read once more
+
+
+def test_a_search_that_goes_on_with_more_trials_tries_the_other_exits(target, proxy, tmp_path: Path):
+    seen: list[float | None] = []
+    for trials in (1, 2, None):
+        found = search_early_exit(
+            target, PROMPTS, trials=trials, **SHORT, output=tmp_path / "x", on_trial=lambda one: seen.append(one.value)
+        )
+    assert sorted(seen) == sorted(proxy(layer_view(target, 0, layer)) for layer in (1, 2, 3))
+    assert found.value == max(seen)
+
+
+def test_two_searches_may_share_a_log(target, tmp_path: Path):
+    """Together they make the trials asked for, and the file holds the best of both."""
+    options: dict[str, Any] = {"trials": 9, "output": tmp_path / "skip.json"}
+    seen: list[Progress] = []
+
+    def beside(progress: Progress) -> None:
+        seen.append(progress)
+        if progress.finished == 2:
+            seen.extend(trial_trace(target, **options))
+
+    found = search_layer_skip(target, PROMPTS, **options, **SHORT, on_trial=beside)
+    assert [progress.finished for progress in seen] == list(range(1, 10))
+    best = max(progress.value for progress in seen if progress.value is not None)
+    assert found.value == json.loads(options["output"].read_text())["search"]["value"] == best
+
+
+def test_the_log_of_another_model_of_the_same_shape_is_refused(target, tmp_path: Path):
+    options: dict[str, Any] = {"output": tmp_path / "exit.json", "trials": 1, **SHORT}
+    search_early_exit(target, PROMPTS, **options)
+    other = agreeing_model(contribution=0.4)
+    other.generation_config.eos_token_id = None
+    with pytest.raises(InvalidRequest, match=r"exit.json.trials was begun with \{'model': '\w+'\}"):
+        search_early_exit(Target(other), PROMPTS, **options)
+
+
+@pytest.mark.parametrize("content", ["{}\n", "[]\n", "not JSON\nnor this\n"])
+def test_what_is_no_log_is_refused(target, tmp_path: Path, content: str):
+    (tmp_path / "skip.json.trials").write_text(content)
+    with pytest.raises(InvalidRequest, match=r"skip.json.trials is no log of a search \(.*delete it"):
+        search_layer_skip(target, PROMPTS, output=tmp_path / "skip.json", **SHORT)
+
+
 def test_the_exit_that_was_found_is_loaded(target, tmp_path: Path):
     found = search_early_exit(target, PROMPTS, output=tmp_path / "exit.json", **SHORT)
     drafter = Decoder(target, EarlyExit(exit_layer=tmp_path / "exit.json")).drafter
@@ -184,9 +248,10 @@ def test_measured_speed_is_positive(target):
     ("options", "message"),
     [
         ({"objective": "tau"}, "objective must be 'proxy' or 'speed', got 'tau'"),
-        ({"trials": 0}, "trials must be >= 1, got 0"),
-        ({"gamma": 0}, "gamma must be >= 1, got 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be >= 1, got 0"),
+        ({"trials": 0}, "trials must be a whole number >= 1, got 0"),
+        ({"trials": 2.5}, "trials must be a whole number >= 1, got 2.5"),
+        ({"gamma": 0}, "gamma must be a whole number >= 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number >= 1, got 0"),
         ({"max_new_tokens": 4, "gamma": 4}, "ends every prompt's text within 4 tokens"),
     ],
 )
