@@ -76,6 +76,6 @@ class EarlyExit(ViewDrafter):
 
 def _load(path: str | Path, target: Target) -> int:
     layer = load_choice(path, target, NAME).get("exit_layer")
-    if not isinstance(layer, int):
+    if not isinstance(layer, int) or isinstance(layer, bool):
         raise InvalidCheckpoint(f"{path}: 'exit_layer' must be a number of blocks, got {layer!r}")
     return layer

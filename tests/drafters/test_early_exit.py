@@ -158,9 +158,10 @@ def test_the_file_of_a_search_is_loaded(target, tmp_path: Path):
     drafter = Decoder(target, EarlyExit(exit_layer=path)).drafter
     assert drafter.view.layers == 2
     content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"options": {}}))
-    with pytest.raises(InvalidCheckpoint, match="'exit_layer' must be a number of blocks, got None"):
-        Decoder(target, EarlyExit(exit_layer=path))
+    for options, got in (({}, "None"), ({"exit_layer": True}, "True"), ({"exit_layer": "2"}, "'2'")):
+        path.write_text(json.dumps(content | {"options": options}))
+        with pytest.raises(InvalidCheckpoint, match=f"'exit_layer' must be a number of blocks, got {got}"):
+            Decoder(target, EarlyExit(exit_layer=path))
     path.write_text(json.dumps(content | {"options": {"exit_layer": 4}}))
     with pytest.raises(InvalidRequest, match="exit_layer must be from 1 to 3 in this target, got 4"):
         Decoder(target, EarlyExit(exit_layer=path))
