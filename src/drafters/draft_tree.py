@@ -175,6 +175,7 @@ def grow(
         owners, places = map(list, zip(*contexts, strict=True))
         nodes = [frontier[row][place] for row, place in contexts]
         paths = [rows[row].path(node) for row, node in zip(owners, nodes, strict=True)]
+        count = min(count, logits.shape[-1])  # no context has more continuations than there are tokens
         made = candidates(state, logits[owners, places], owners, count, paths, level)
         _add_level(rows, owners, nodes, made, floors, sum(len(law) for law in laws))
         if made.law is not None:

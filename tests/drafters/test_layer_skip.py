@@ -19,6 +19,7 @@ from draftwood.decoder import Decoder
 from draftwood.drafters.layer_choice import save_choice
 from draftwood.drafters.layer_skip import NAME, LayerSkip
 from draftwood.drafters.view_draft import StopThreshold
+from tests.conftest import VOCABULARY
 from tests.core.test_views import assert_unchanged, nulled, snapshot
 from tests.drafters.view_checks import PROMPTS, SHAPES, agreeing_model, watched
 
@@ -159,6 +160,14 @@ def test_rows_adapt_for_themselves(target, monkeypatch):
             assert one.stats.drafted_by_depth == alone.stats.drafted_by_depth
         drafted[adaptive] = [one.stats.drafted for one in together]
     assert all(strict < fixed for strict, fixed in zip(drafted[True], drafted[False], strict=True))
+
+
+def test_a_level_may_be_wider_than_the_vocabulary(target):
+    """Every continuation is then drafted, so that the first token never misses."""
+    got = Decoder(target, LayerSkip(skip=SKIP, tree=(VOCABULARY + 4,))).generate(PROMPTS[0], max_new_tokens=6)
+    assert got.tokens == Decoder(target).generate(PROMPTS[0], max_new_tokens=6).tokens
+    assert got.stats.acceptance_by_depth == [1.0]
+    assert got.stats.drafted == VOCABULARY * got.stats.accepted_by_depth[0]
 
 
 def test_models_with_positions_of_their_own(tiny_gpt2):
