@@ -124,8 +124,14 @@ class Record:
             content = torch.load(path, map_location="cpu", weights_only=True)
             begun, step, seconds = content["setup"], int(content["step"]), float(content["seconds"])
             weights, state = content["model"], content["optimizer"]
+            if not isinstance(begun, dict):
+                raise TypeError(f"'setup' must be an object, got {type(begun).__name__}")
         except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
-            raise InvalidCheckpoint(f"cannot read the checkpoint {str(path)!r}: {error}") from error
+            # What torch says of a broken pickle recommends to run whatever is in it.
+            reason = "no file of tensors" if isinstance(error, pickle.UnpicklingError) else f"{error!r}"
+            raise InvalidCheckpoint(
+                f"cannot read the checkpoint {str(path)!r}: {reason}; delete it to begin anew"
+            ) from error
         place = str(path.parent)
         if begun != self._setup:
             other = [name for name in self._setup if begun.get(name) != self._setup[name]]

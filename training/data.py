@@ -249,7 +249,10 @@ def _text(text: str, tokenizer: PreTrainedTokenizerBase) -> Document:
 def _rows(source: str | Path, *, streaming: bool) -> Iterator[tuple[str, Any]]:
     """Yields each row of a source with the place where it stands."""
     if str(source).startswith("dataset:"):
-        yield from _dataset(*parse_spec(str(source).removeprefix("dataset:").replace(",", ":", 1)), streaming)
+        spec = str(source).removeprefix("dataset:").replace(",", ":", 1)
+        if not spec.partition(":")[0].strip():
+            raise InvalidRequest(f"a data set needs a name, as in 'dataset:NAME,split=train', got {str(source)!r}")
+        yield from _dataset(*parse_spec(spec), streaming)
         return
     path = Path(source).expanduser()
     # Streamed, so that no copy is made in the library's cache.
@@ -300,7 +303,8 @@ def _dataset(name: str, options: dict[str, Any], streaming: bool) -> Iterator[tu
     except InvalidRequest:
         raise
     except Exception as error:  # whatever a data set's own code or the network raises
-        raise InvalidRequest(f"cannot read the data set {name!r}: {type(error).__name__}: {error}") from error
+        why = "no rows" if isinstance(error, StopIteration) else f"{type(error).__name__}: {error}"
+        raise InvalidRequest(f"cannot read the data set {name!r}: {why}") from error
 
 
 def mixed_seed(*parts: int) -> int:
@@ -320,6 +324,11 @@ def split(data: Sequences, held: int | float, seed: int = 0) -> tuple[Sequences,
     Raises:
         InvalidRequest: a part would be empty.
     """
+    if len(data) < 2:
+        raise InvalidRequest(
+            f"{len(data)} sequence of {data.tokens.shape[1]} tokens is too little to hold a part out; give more texts, "
+            "or shorter sequences"
+        )
     count = round(held * len(data)) if 0 < held < 1 else held
     if isinstance(held, bool) or count != int(count) or not 1 <= count < len(data):
         raise InvalidRequest(

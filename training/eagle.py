@@ -11,14 +11,12 @@ nor how a tree is drafted.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from draftwood.core.checks import real_number, switch, whole_number
@@ -190,7 +188,6 @@ def train_eagle(
         about=setup,
         evaluate=evaluation,
         on_step=on_step,
-        accelerator=Accelerator() if "LOCAL_RANK" in os.environ else None,
         tensorboard=tensorboard,
     )
     measured = evaluation.figures or evaluation()  # a run that was stopped after its last step has not measured

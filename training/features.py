@@ -29,6 +29,7 @@ from draftwood.core.target import Target
 
 from .data import Batch, Sequences, check_vocabulary
 from .fingerprint import fingerprint
+from .processes import launched, make_accelerator
 
 MANIFEST = "features.json"
 Progress = Callable[[int, int], None]
@@ -220,7 +221,7 @@ def feature_sources(
     if cache is None:
         return online, online
     # A launcher's processes share the work.
-    accelerator = Accelerator() if "LOCAL_RANK" in os.environ else None
+    accelerator = make_accelerator() if launched() else None
 
     def build(part: Sequences, name: str) -> FeatureSource:
         place = Path(cache) / name

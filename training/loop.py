@@ -10,7 +10,6 @@ is given; the global one is neither read nor set.
 from __future__ import annotations
 
 import math
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from draftwood.core.errors import InvalidRequest
 
 from .checkpoint import Record
 from .data import Batch, Sequences, mixed_seed
+from .processes import make_accelerator
 
 Figures = dict[str, Tensor | float]
 """What is logged beside the loss: means over the same tokens. A tensor, detached, spares a wait for the device."""
@@ -149,7 +149,8 @@ def train(
         ImportError: `tensorboard` is not installed.
     """
     optimizer = _optimizer(objective, schedule)
-    accelerator = accelerator or _accelerator(objective)
+    on_cpu = all(parameter.device.type == "cpu" for parameter in objective.parameters())
+    accelerator = accelerator or make_accelerator(on_cpu=on_cpu)
     _check(accelerator, schedule, objective)
     setup = {"data": data.digest(), "schedule": _decisive(schedule), "loss": dict(about or {})}
     record = Record(directory, setup, accelerator, tensorboard=tensorboard)
@@ -270,12 +271,6 @@ def _due(done: int, every: int) -> bool:
 def _decisive(schedule: Schedule) -> dict[str, Any]:
     """What the weights depend on: neither when they are saved nor when they are looked at."""
     return {name: value for name, value in asdict(schedule).items() if name not in ("checkpoint_every", "eval_every")}
-
-
-def _accelerator(objective: nn.Module) -> Accelerator:
-    # A launcher's processes each have a device of their own; a single one goes on where the weights are.
-    on_cpu = all(parameter.device.type == "cpu" for parameter in objective.parameters())
-    return Accelerator(cpu=not torch.accelerator.is_available() or (on_cpu and "LOCAL_RANK" not in os.environ))
 
 
 def _check(accelerator: Accelerator, schedule: Schedule, objective: Objective) -> None:

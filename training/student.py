@@ -28,6 +28,7 @@ from draftwood.core.checks import whole_number
 from draftwood.core.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel, VocabularyMismatch
 from draftwood.core.loading import load_model
 from draftwood.core.target import Target
+from draftwood.drafters.checkpoint_files import UNREADABLE, check_tensors, unreadable
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _LINEARS = tuple(f"self_attn.{name}_proj" for name in "qkvo") + tuple(
@@ -111,6 +112,12 @@ def load_student(target: Target, source: str | Path) -> PreTrainedModel:
         VocabularyMismatch: its tokens are others.
         UnsupportedModel: it cannot draft.
     """
+    for file in sorted(Path(source).expanduser().glob("pytorch_model*.bin")):
+        try:
+            state = torch.load(file, map_location="meta", weights_only=True)
+        except UNREADABLE as error:
+            raise unreadable(file, error) from error
+        check_tensors(file, state)
     student, tokenizer = load_model(source, dtype=torch.promote_types(target.dtype, torch.float32))
     size = Target(student, tokenizer).vocabulary_size
     if size != target.vocabulary_size:

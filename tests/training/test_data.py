@@ -133,6 +133,11 @@ def test_a_local_data_set_is_read_from_its_directory(tmp_path, monkeypatch, kind
     assert [tokenizer.decode(one.tokens) for one in limited] == [expected[0], "us"]
     texts = read_documents(spec + ",column=other", tokenizer)
     assert [tokenizer.decode(one.tokens) for one in texts] == ["ab</s>", "cd</s>"] * 2
+    (place / "train-00000-of-00002.jsonl").write_text("")
+    with pytest.raises(InvalidRequest, match="cannot read the data set 'json': no rows"):
+        read_documents(f"dataset:json,data_files={place / 'train-00000-of-00002.jsonl'}", tokenizer)
+    with pytest.raises(InvalidRequest, match=r"a data set needs a name, .* got 'dataset:,split=train'"):
+        read_documents("dataset:,split=train", tokenizer)
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidRequest, match=f"cannot read the data set '{tmp_path / 'empty'}'"):
         read_documents(tmp_path / "empty", tokenizer)
@@ -195,6 +200,8 @@ def test_a_split_is_the_seeds():
     for held in (0, 20, 0.01, 2.5, -1, True):
         with pytest.raises(InvalidRequest, match="of 20 sequences 1 to 19 can be held out"):
             split(packed, held)
+    with pytest.raises(InvalidRequest, match="1 sequence of 2 tokens is too little"):
+        split(pack([Document([1, 2], [True] * 2)], 2), 0.5)
 
 
 @pytest.mark.parametrize(

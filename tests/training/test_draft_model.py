@@ -394,6 +394,12 @@ def test_students_to_start_from_that_do_not_fit(tmp_path: Path):
     weights = tmp_path / "large" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     refused(InvalidCheckpoint, "cannot read the weights of .*large", name="large")
+    weights.unlink()
+    pickled = tmp_path / "large" / "pytorch_model.bin"
+    torch.save([1, 2], pickled)
+    refused(InvalidCheckpoint, r"pytorch_model\.bin' must hold tensors by name, got list", name="large")
+    pickled.write_bytes(b"hello")
+    refused(InvalidCheckpoint, r"pytorch_model\.bin' is truncated or no file of weights", name="large")
 
 
 @pytest.mark.parametrize(

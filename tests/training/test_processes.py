@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftwood.training import processes
 from draftwood.training.loop import train
 from tests.training.table import Table, table_data
 from tests.training.two_processes import SCHEDULE, make
@@ -41,6 +42,19 @@ def test_what_two_processes_make_is_there_once_and_whole(launched, tmp_path):
         assert [json.loads(line)["step"] for line in logs[0]] == [1, 2, 3, 4] and len(logs[1]) == 4
         told = [json.loads((place / "training.json").read_text())["evaluation"] for place in (found, expected)]
         assert told[0] == pytest.approx(told[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "device", "on_cpu", "expected"),
+    [(True, False, False, True), (True, True, True, False), (False, True, True, True), (False, True, False, False)],
+)
+def test_where_processes_go(monkeypatch, launcher, device, on_cpu, expected):
+    """Without a device launched processes are told that they share a CPU; accelerate would not look."""
+    monkeypatch.setattr(processes, "Accelerator", lambda cpu: cpu)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: device)
+    if launcher:
+        monkeypatch.setenv("LOCAL_RANK", "1")
+    assert processes.make_accelerator(on_cpu=on_cpu) is expected
 
 
 def test_two_processes_train_what_one_does(launched):
