@@ -52,8 +52,7 @@ class _Packed:
     def __init__(self, weight: Tensor) -> None:
         # Whatever mode the caller is in: an inference tensor could not be used where gradients are on.
         with torch.inference_mode(False), torch.no_grad():
-            plain = weight.clone() if weight.is_inference() else weight.detach()
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(plain.contiguous(), ROWS_HINT)
+            self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
         self.of = _version(weight)
 
     def __deepcopy__(self, _: Any) -> _Packed:

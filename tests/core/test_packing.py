@@ -80,10 +80,42 @@ def test_the_lm_head_alone_is_packed_too_and_lets_gradients_through(model: PreTr
     torch.testing.assert_close(wanted.grad[0, 0], model.lm_head.weight[kept].sum(0))
 
 
-def test_weights_changed_since_are_noticed(model: PreTrainedModel) -> None:
-    target = dw.Target(model, packed=True)
+class Doubling(nn.Linear):
+    """A layer that is no plain product."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_other_classes_of_linears_stay_what_they_are(model: PreTrainedModel) -> None:
+    up = model.model.layers[1].mlp.up_proj
+    model.model.layers[1].mlp.up_proj = Doubling(up.in_features, up.out_features, bias=False)
+    packed = dw.Target(model, packed=True)
+    assert type(packed.model.model.layers[1].mlp.up_proj) is Doubling
+    torch.testing.assert_close(scores(packed, 7), scores(dw.Target(model), 7), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_may_be_strided(model: PreTrainedModel) -> None:
+    for block in model.model.layers:
+        block.mlp.down_proj.weight.data = block.mlp.down_proj.weight.data.T.contiguous().T
+        assert not block.mlp.down_proj.weight.is_contiguous()
+    plain = scores(dw.Target(model), 7)
+    torch.testing.assert_close(scores(dw.Target(model, packed=True), 7), plain, rtol=1e-4, atol=1e-4)
+
+
+def in_place(weight: nn.Parameter) -> None:
     with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight.mul_(2)
+        weight.mul_(2)
+
+
+def replaced(weight: nn.Parameter) -> None:
+    weight.data = weight.data.clone()
+
+
+@pytest.mark.parametrize("change", [in_place, replaced])
+def test_weights_changed_since_are_noticed(model: PreTrainedModel, change: Any) -> None:
+    target = dw.Target(model, packed=True)
+    change(model.model.layers[1].mlp.up_proj.weight)
     with pytest.raises(InvalidRequest, match=r"layers\.1\.mlp\.up_proj.*build a new Target"):
         target.new_cache(1)
 
