@@ -291,6 +291,23 @@ def test_window_and_text_stop_where_the_context_ends() -> None:
         assert len(row.output) == 24 - len(PROMPT)
 
 
+def test_the_window_is_scored_as_long_as_its_farthest_cell_is_inside_the_context() -> None:
+    target = Target(build("gpt2", n_layer=2, n_positions=24))
+    widths: list[int] = []
+    drafter = Lookahead(window=6, ngram=4, guesses=None)  # a token a round
+    run(
+        target,
+        drafter,
+        [PROMPT],
+        max_new_tokens=None,
+        max_length=24,
+        watch=lambda seen: widths.append(seen.proposal.tree.width),
+    )
+    # Behind n tokens the farthest cell is the token of index n - 1 + 7.
+    lengths = range(len(PROMPT) + 1, 24)
+    assert [width > 0 for width in widths] == [False, *(before + 7 <= 24 for before in lengths)]
+
+
 def test_window_nodes_are_no_candidates(target: Target) -> None:
     sizes = []
 
