@@ -301,7 +301,7 @@ class _Search:
             starts = self.space.starts(proxy)
             study.set_user_attr("starts", starts)
         trials = study.get_trials(deepcopy=False)
-        settled = [trial.params for trial in trials if trial.state.is_finished()]
+        settled: list[Any] = [trial.params for trial in trials if trial.state.is_finished()]
         settled += [trial.system_attrs.get("fixed_params") for trial in trials if trial.state == _state("WAITING")]
         for start in starts:
             if start not in settled:
