@@ -266,6 +266,15 @@ def test_blocks_without_an_mlp_of_their_own_are_skipped_whole():
     assert layer_view(target, skip_mlp=[1], skip_attention=[1]).layers == target.layers - 1
 
 
+def test_layers_that_others_read_are_not_left_out():
+    """In gemma4 the last blocks have the keys and values of earlier ones; what nobody reads can be skipped."""
+    target = Target(build("gemma4_text"))
+    for skipped in ({"skip_attention": [1]}, {"skip_attention": [1], "skip_mlp": [1]}, {"stop": 3}):
+        with pytest.raises(UnsupportedModel, match="Gemma4ForCausalLM does not run without the layers left out"):
+            layer_view(target, **skipped)
+    layer_view(target, skip_attention=[3])
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "granite", "cohere", "llama4_text", "opt"])
 def test_the_head_makes_the_targets_logits_and_computes_no_gradient_of_its_weights(family):
     target = Target(build(family))
