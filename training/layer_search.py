@@ -20,7 +20,7 @@ import torch
 from draftwood.core.cache import SlotCache
 from draftwood.core.checks import whole_number
 from draftwood.core.drafter import Drafter
-from draftwood.core.errors import InvalidRequest
+from draftwood.core.errors import InvalidRequest, UnsupportedModel
 from draftwood.core.request import Prompt
 from draftwood.core.target import Target
 from draftwood.core.tree import TokenTree
@@ -32,6 +32,7 @@ from draftwood.drafters.layer_choice import save_choice
 from draftwood.drafters.layer_skip import LayerSkip
 
 from .fingerprint import fingerprint
+from .search_log import finished_trials, open_study, state
 
 if TYPE_CHECKING:
     import optuna
@@ -64,7 +65,7 @@ class Progress(NamedTuple):
     Attributes:
         finished: trials done, those of earlier calls included.
         trials: trials asked for.
-        value: of this trial; None for a set that leaves nothing out or nothing to run.
+        value: of this trial; None for a set that leaves nothing out or nothing to run, or that this model cannot spare.
         best: the best candidate so far.
     """
 
@@ -118,8 +119,13 @@ def search_layer_skip(
         return options
 
     def starts(proxy: Proxy) -> list[Options]:
-        missed = {name: -sum(proxy.accepted(_skipping(target, [name]))) for name in names}
-        order = sorted(names, key=lambda name: missed[name])
+        missed: dict[tuple[str, int], int] = {}
+        for name in names:
+            try:
+                missed[name] = -sum(proxy.accepted(_skipping(target, [name])))
+            except UnsupportedModel:
+                continue  # not by itself: others read it, or it has no name of its own
+        order = sorted(missed, key=lambda name: missed[name])
         sets = [set(order[: max(round(share * len(order)), 1)]) for share in START_SHARES]
         return [{f"{kind} {layer}": (kind, layer) in chosen for kind, layer in names} for chosen in sets]
 
@@ -273,17 +279,17 @@ class _Search:
             raise InvalidRequest("a search needs prompts to try candidates on, got none")
         texts = [Decoder(self.target).encode(prompt) for prompt in prompts]
         setup = self._setup(texts)
-        study = _study(self.output, setup, self.seed)
+        study = open_study(self.output, setup, self.seed)
         proxy = Proxy(self.target, texts, max_new_tokens=self.max_new_tokens, gamma=self.gamma)
         self._enqueue_starts(study, proxy)
 
         best = _best(study)
-        while (finished := _finished(study)) < trials:
+        while (finished := finished_trials(study)) < trials:
             trial = study.ask()
             options = self.space.suggest(trial)
             value = self._value(options, proxy, texts)
             trial.set_user_attr("options", options)
-            study.tell(trial, values=value, state=_state("COMPLETE" if value is not None else "PRUNED"))
+            study.tell(trial, values=value, state=state("COMPLETE" if value is not None else "PRUNED"))
             before, best = best, _best(study)  # of all processes that search into this log
             if best is not None and (before is None or best.value > before.value):
                 self._save(best, setup)
@@ -302,16 +308,16 @@ class _Search:
             study.set_user_attr("starts", starts)
         trials = study.get_trials(deepcopy=False)
         settled: list[Any] = [trial.params for trial in trials if trial.state.is_finished()]
-        settled += [trial.system_attrs.get("fixed_params") for trial in trials if trial.state == _state("WAITING")]
+        settled += [trial.system_attrs.get("fixed_params") for trial in trials if trial.state == state("WAITING")]
         for start in starts:
             if start not in settled:
                 study.enqueue_trial(start)
 
     def _value(self, options: Options, proxy: Proxy, prompts: list[list[int]]) -> float | None:
-        """Returns the value of a candidate; None if it leaves nothing out, or nothing to run."""
+        """Returns the value of a candidate; None if it leaves nothing out, nothing to run, or what others read."""
         try:
             drafter, view = self.space.build(options), self.space.view(options)
-        except InvalidRequest:
+        except (InvalidRequest, UnsupportedModel):
             return None
         if self.objective == "proxy":
             return proxy(view)
@@ -342,59 +348,9 @@ def _skipping(target: Target, names: Sequence[tuple[str, int]]) -> Target:
     return layer_view(target, skip_attention=skipped["attention"], skip_mlp=skipped["mlp"])
 
 
-def _study(output: str | Path | None, setup: Mapping[str, Any], seed: int) -> optuna.Study:
-    """Opens the log of the trials, or begins it."""
-    try:
-        import optuna
-        from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
-    except ImportError as error:
-        raise ImportError("the search needs optuna: pip install 'draftwood[search]'") from error
-    storage, log = None, None
-    if output is not None:
-        path = Path(output).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        log = path.with_name(path.name + ".trials")
-        _drop_torn_line(log)
-        try:
-            storage = JournalStorage(JournalFileBackend(str(log)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidRequest(f"{log} is no log of a search ({error}); delete it, or give another output") from error
-    study = optuna.create_study(storage=storage, study_name="layers", direction="maximize", load_if_exists=True)
-    # A sampler begins anew with each call; the same draws again would be the same candidates again.
-    study.sampler = optuna.samplers.TPESampler(seed=seed + _finished(study))
-    begun = study.user_attrs.get("setup")
-    if begun is None:
-        study.set_user_attr("setup", dict(setup))
-    elif begun != setup:
-        other = {name: begun.get(name) for name in setup if begun.get(name) != setup[name]}
-        raise InvalidRequest(
-            f"{log} was begun with {other}, this search has { {name: setup[name] for name in other} }; "
-            "delete it, or give another output"
-        )
-    return study
-
-
-def _drop_torn_line(log: Path) -> None:
-    """Cuts off what a process that was killed had not written to its end; the next line would be glued to it."""
-    if log.is_file() and not (content := log.read_bytes()).endswith(b"\n"):
-        with log.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)
-
-
-def _state(name: str) -> optuna.trial.TrialState:
-    from optuna.trial import TrialState
-
-    return TrialState[name]
-
-
-def _finished(study: optuna.Study) -> int:
-    return sum(trial.state.is_finished() for trial in study.get_trials(deepcopy=False))
-
-
 def _best(study: optuna.Study) -> Found | None:
     valued = [trial for trial in study.get_trials(deepcopy=False) if trial.state.is_finished() and trial.values]
     if not valued:
         return None
     best = max(valued, key=lambda trial: trial.values[0])  # the first of equals
-    return Found(best.user_attrs["options"], best.values[0], _finished(study))
+    return Found(best.user_attrs["options"], best.values[0], finished_trials(study))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,8 @@ from draftwood.drafters.early_exit import EarlyExit
 from draftwood.drafters.layer_skip import LayerSkip
 from draftwood.training import layer_search
 from draftwood.training.layer_search import Found, Progress, Proxy, search_early_exit, search_layer_skip
+from draftwood.training.search_log import _LogLock
+from tests.architectures import build
 from tests.drafters.view_checks import PROMPTS, agreeing_model
 
 SHORT: dict[str, Any] = {"max_new_tokens": 20, "gamma": 4}
@@ -170,6 +174,31 @@ def test_a_killed_search_tries_again_what_it_was_at(target, proxy, monkeypatch, 
     assert search_early_exit(target, PROMPTS, **SHORT, output=output).trials == 3  # the log can be read once more
 
 
+def hold(log: Path, held: Any) -> None:
+    lock = _LogLock(log)
+    lock.acquire()
+    held.set()
+    time.sleep(60)
+
+
+def test_the_lock_on_a_log_goes_with_the_process_that_holds_it(tmp_path: Path):
+    fcntl, log = pytest.importorskip("fcntl"), tmp_path / "log"
+    log.touch()
+    forking = multiprocessing.get_context("fork")
+    held = forking.Event()
+    process = forking.Process(target=hold, args=(log, held))
+    process.start()
+    assert held.wait(30)
+    with log.open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    process.kill()
+    process.join()
+    for _ in range(2):
+        lock = _LogLock(log)
+        assert lock.acquire()
+        lock.release()
+
+
 def test_a_search_that_goes_on_with_more_trials_tries_the_other_exits(target, proxy, tmp_path: Path):
     seen: list[float | None] = []
     for trials in (1, 2, None):
@@ -238,6 +267,16 @@ def test_speed_is_tokens_per_second_of_the_drafter_itself(target, monkeypatch):
     assert found.value == 4 * 20 / 16.0
     assert [drafter.view.layers for drafter in built] == [1, 2, 3]
     assert all(drafter.shape.depth == 4 for drafter in built)
+
+
+def test_sub_layers_that_cannot_be_skipped_by_themselves_are_left_to_run():
+    """OPT's MLPs are no modules: only a whole block is skipped with its MLP."""
+    model = build("opt")
+    model.generation_config.eos_token_id = None
+    target, seen = Target(model), []
+    found = search_layer_skip(target, PROMPTS[:2], trials=8, **SHORT, on_trial=seen.append)
+    assert set(found.options["mlp"]) <= set(found.options["attention"])
+    assert [progress.value is not None for progress in seen[:6]] == [True] * 6
 
 
 def test_measured_speed_is_positive(target):
