@@ -23,6 +23,8 @@ NAME = "early-exit"
 class EarlyExit(ViewDrafter):
     """Drafts with the target's first blocks, its final norm and its LM head.
 
+    Merged with another drafter it drafts as well, but all blocks verify: the states of the others' nodes are missing.
+
     Args:
         exit_layer: E, the number of blocks that draft; or the file that `draftwood search early-exit` wrote.
         gamma: most tokens in a chain, 8 when None; with a branching `tree` the number of levels.

@@ -95,7 +95,8 @@ class StopThreshold:
             moved = self.value + self.STEP
         else:
             moved = self.value if full else self.value - self.STEP
-        self.value = self.INERTIA * self.value + (1 - self.INERTIA) * moved
+        # Beyond 1 nothing would change, but the way back would be as long as the way there.
+        self.value = min(self.INERTIA * self.value + (1 - self.INERTIA) * moved, 1.0)
 
 
 class _Session(DraftSession):
@@ -142,7 +143,7 @@ class _Session(DraftSession):
             drafted = self._drafted[row]
             if drafted:
                 full = drafted == self._drafter.shape.depth
-                self._thresholds[row].update(min(len(path), drafted), drafted, full=full)
+                self._thresholds[row].update(len(path), drafted, full=full)
 
     def retain(self, rows: Sequence[int]) -> None:
         """Drops the rows that left."""

@@ -21,6 +21,7 @@ from draftwood.drafters.layer_skip import NAME, LayerSkip
 from draftwood.drafters.view_draft import StopThreshold
 from tests.conftest import VOCABULARY
 from tests.core.test_views import assert_unchanged, nulled, snapshot
+from tests.drafters.test_early_exit import counted
 from tests.drafters.view_checks import PROMPTS, SHAPES, agreeing_model, watched
 
 SKIP = {"attention": [2, 3], "mlp": [2]}
@@ -143,6 +144,32 @@ def test_the_threshold_adapts_as_the_paper_says():
     assert stop.value == pytest.approx(0.8)
     stop.update(0, 1, full=True)
     assert (stop.acceptance, stop.value) == (0.5, pytest.approx(0.801))
+
+
+def test_a_threshold_that_was_missed_for_long_comes_back_at_once():
+    stop = StopThreshold(0.8)
+    for _ in range(1000):
+        stop.update(0, 1, full=False)
+    assert stop.value == 1.0
+    for _ in range(5):
+        stop.update(1, 1, full=False)
+    assert stop.value < 1.0
+
+
+def test_a_draft_that_stopped_for_its_length_is_known_as_such(target, monkeypatch):
+    told = []
+    monkeypatch.setattr(StopThreshold, "update", lambda self, accepted, drafted, full: told.append((drafted, full)))
+    Decoder(target, LayerSkip(skip=SKIP, gamma=3, threshold=0.3)).generate(PROMPTS, max_new_tokens=20, eos_token_id=[])
+    assert set(told) == {(1, False), (2, False), (3, True)}
+
+
+@pytest.mark.parametrize("shape", ["chain", "branching"])
+def test_a_draft_runs_the_view_once_a_level(target, shape):
+    """Never for the leaves: nobody needs what comes after them."""
+    decoder = Decoder(target, LayerSkip(skip=SKIP, threshold=0.0, **SHAPES[shape]))
+    with counted(target) as counts:
+        stats = decoder.generate(PROMPTS[0], max_new_tokens=1 + 20, eos_token_id=[]).stats
+    assert counts["calls", 0] == 1 + stats.rounds + sum(stats.drafted_by_depth)
 
 
 def test_rows_adapt_for_themselves(target, monkeypatch):
