@@ -1,5 +1,9 @@
 # Each target works alone on a bare machine with make and Python >= 3.11; a second run installs nothing.
-DEMO = draftwood compare smollm2 --demo
+# Run where the shipped heads are, so that tables call them by short names.
+HEADS = heads/smollm2-135m-instruct
+DEMO = draftwood compare smollm2 --demo --packed prompt-lookup lookahead:window=3,ngram=3,guesses=3 \
+	layer-skip:skip=layer-skip.json,gamma=2 draft-model:model=draft-model,gamma=2 \
+	medusa:checkpoint=medusa,nodes=4 eagle:checkpoint=eagle,nodes=8,depth=4
 
 ifndef PYTHON
 PYTHON := $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \
@@ -14,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 .PHONY: demo check test test-all test-compat docs fuzz bench bench-peers clean
 demo: .venv/installed
-	$(BIN)/$(DEMO)
+	cd $(HEADS) && $(CURDIR)/$(BIN)/$(DEMO)
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

@@ -12,6 +12,7 @@ import typer
 
 from .cli_common import out, print_json, progress_bar, remark
 from .core.errors import InvalidRequest
+from .core.loading import parse_dtype
 from .core.target import Target
 
 Data = Annotated[
@@ -59,6 +60,7 @@ Cache = Annotated[
     Path | None,
     typer.Option(help="Directory to keep the target's features in; without it they are computed in every step."),
 ]
+SaveDType = Annotated[str | None, typer.Option(help="Type of the saved weights.  [default: the target's]")]
 Tensorboard = Annotated[bool, typer.Option(help="Also write the log for tensorboard.")]
 
 Entry = dict[str, Any]
@@ -163,6 +165,11 @@ def head_figures(accuracy: str, last: Entry) -> str:
 def held_out(value: float) -> int | float:
     """Returns a share below 1 as it is; above it, a number of sequences."""
     return int(value) if value >= 1 and value == int(value) else value
+
+
+def saved_dtype(name: str | None) -> Any:
+    """Returns the torch type that `--save-dtype` names; None for the target's."""
+    return None if name in (None, "auto") else parse_dtype(name)
 
 
 def block_numbers(option: str, example: str, text: str | None) -> tuple[int, ...] | None:

@@ -22,6 +22,7 @@ from .cli_data import (
     LimitTokens,
     OptionalEvalFraction,
     Output,
+    SaveDType,
     Steps,
     Tensorboard,
     WeightDecay,
@@ -30,9 +31,9 @@ from .cli_data import (
     held_out,
     read_both,
     run_training,
+    saved_dtype,
 )
 from .cli_study import Seed, load_target
-from .core.loading import parse_dtype
 
 
 class Divergence(StrEnum):
@@ -77,7 +78,7 @@ def draft_model(
     seed: Seed = 0,
     checkpoint_every: CheckpointEvery = 100,
     cache: Cache = None,
-    save_dtype: Annotated[str | None, typer.Option(help="Type of the saved weights.  [default: the target's]")] = None,
+    save_dtype: SaveDType = None,
     tensorboard: Tensorboard = False,
     dtype: DType = None,
     device: Device = None,
@@ -104,7 +105,7 @@ def draft_model(
     schedule = Schedule(
         steps, batch_size, accumulate, learning_rate, warmup, weight_decay, clip, seed, checkpoint_every, eval_every
     )
-    saved: Any = None if save_dtype in (None, "auto") else parse_dtype(save_dtype)
+    saved = saved_dtype(save_dtype)
     target = load_target(model, dtype, device)
     sequences, held = read_both(data, eval_data, target, length, limit_tokens)
 

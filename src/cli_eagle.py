@@ -27,6 +27,7 @@ from .cli_data import (
     LimitTokens,
     Nodes,
     Output,
+    SaveDType,
     Steps,
     Tensorboard,
     WeightDecay,
@@ -36,6 +37,7 @@ from .cli_data import (
     held_out,
     read_both,
     run_training,
+    saved_dtype,
 )
 from .cli_study import Seed, load_target
 
@@ -122,6 +124,7 @@ def eagle(
         Layout, typer.Option(help="Files to write: the EAGLE authors', or vLLM's for EAGLE-3.")
     ] = Layout.yuhuili,
     tensorboard: Tensorboard = False,
+    save_dtype: SaveDType = None,
     dtype: DType = None,
     device: Device = None,
     json_output: JsonFlag = False,
@@ -161,6 +164,7 @@ def eagle(
             "layout": layout.value,
             "base_model": model,
             "tensorboard": tensorboard,
+            "save_dtype": saved_dtype(save_dtype),
         }
         train_eagle(target, sequences, output, schedule, recipe, init=init, **kept, **told)
 

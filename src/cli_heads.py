@@ -29,6 +29,7 @@ from .cli_data import (
     LimitTokens,
     Nodes,
     Output,
+    SaveDType,
     Steps,
     Tensorboard,
     Warmup,
@@ -38,6 +39,7 @@ from .cli_data import (
     held_out,
     read_both,
     run_training,
+    saved_dtype,
 )
 from .cli_study import Seed, load_target
 
@@ -87,6 +89,7 @@ def medusa(
     cache: Cache = None,
     layout: Annotated[Layout, typer.Option(help="Files to write: the Medusa authors', or vLLM's.")] = Layout.medusa,
     tensorboard: Tensorboard = False,
+    save_dtype: SaveDType = None,
     dtype: DType = None,
     device: Device = None,
     json_output: JsonFlag = False,
@@ -111,6 +114,7 @@ def medusa(
             "layout": layout_name,
             "base_model": model,
             "tensorboard": tensorboard,
+            "save_dtype": saved_dtype(save_dtype),
         }
         train_medusa(target, sequences, output, schedule, recipe, init=init, **kept, **told)
 

@@ -32,6 +32,7 @@ def test_train_eagle_does_what_the_library_does(tiny: Path, tmp_path: Path, vers
     options += ["--learning-rate", "0.01", "--warmup", "2", "--clip", "0.7", "--eval-data", "DATA", "--noise", "0.1"]
     options += ["--eval-every", "2", "--depth", "3", "--nodes", "5", "--seed", "4", "--cache", str(tmp_path / "c")]
     options += ["--entropy-weight", "0.3", "--start", "block", "--dtype", "float32", "--recompute"]
+    options += ["--save-dtype", "bfloat16"]
     options += THIRD if version == 3 else ["--feature-weight", "2"]
     done = good(*filled(tiny, output, [*TRAIN, *options]))
     assert done.stdout == f"{output}\n"
@@ -64,10 +65,12 @@ def test_train_eagle_does_what_the_library_does(tiny: Path, tmp_path: Path, vers
         recipe,
         held=data,
         cache=tmp_path / "c",
+        save_dtype=torch.bfloat16,
     )
     told = [json.loads((place / "training.json").read_text())["evaluation"] for place in (output, tmp_path / "python")]
     assert told[0] == told[1]
-    found = load_head(output, target)
+    assert expected.dtype == torch.bfloat16
+    found = load_head(output, target, dtype=torch.bfloat16)
     for one, other in zip(expected.state_dict().values(), found.state_dict().values(), strict=True):
         assert torch.equal(one, other)
     good("generate", tiny, "abc", "--drafter", "eagle", "--option", f"checkpoint={output}", "--max-new-tokens", 6)

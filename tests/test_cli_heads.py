@@ -33,18 +33,8 @@ def test_train_medusa_does_what_the_library_does(tiny: Path, tmp_path: Path):
     output = tmp_path / "heads"
     options = ["--heads", "2", "--draft-vocabulary", "20", "--decay", "0.5", "--distil", "--batch-size", "2"]
     options += ["--accumulate", "2", "--learning-rate", "0.01", "--warmup", "2", "--eval-fraction", "3"]
-    options += [
-        "--eval-every",
-        "2",
-        "--nodes",
-        "5",
-        "--dtype",
-        "float32",
-        "--seed",
-        "4",
-        "--cache",
-        str(tmp_path / "c"),
-    ]
+    options += ["--eval-every", "2", "--nodes", "5", "--dtype", "float32", "--seed", "4"]
+    options += ["--cache", str(tmp_path / "c"), "--save-dtype", "bfloat16"]
     done = good(*filled(tiny, output, [*TRAIN, *options]))
     assert done.stdout == f"{output}\n"
     assert f"--drafter medusa --option checkpoint={output}" in done.stderr.replace("\n", "")
@@ -60,10 +50,12 @@ def test_train_medusa_does_what_the_library_does(tiny: Path, tmp_path: Path):
         Schedule(3, 2, 2, 0.01, 2, seed=4, eval_every=2),
         MedusaRecipe(heads=2, draft_vocabulary=20, decay=0.5, distil=True, held_out=3, nodes=5),
         cache=tmp_path / "c",
+        save_dtype=torch.bfloat16,
     )
     found = load_heads(output, width=target.config.hidden_size, vocabulary=target.vocabulary_size).heads
     for one, other in zip(expected.state_dict().values(), found.state_dict().values(), strict=True):
         assert torch.equal(one, other)
+    assert {part.dtype for part in found.parameters()} == {torch.bfloat16}
     good("generate", tiny, "abc", "--drafter", "medusa", "--option", f"checkpoint={output}", "--max-new-tokens", 6)
 
 

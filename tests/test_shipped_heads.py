@@ -13,6 +13,8 @@ from draftwood.study.default_prompts import PACKAGED
 SHIPPED = Path(__file__).parent.parent / "heads" / "smollm2-135m-instruct"
 DRAFTERS: dict[str, tuple[dict[str, Any], float]] = {
     "medusa": ({"checkpoint": SHIPPED / "medusa", "nodes": 12}, 1.2),
+    "eagle": ({"checkpoint": SHIPPED / "eagle", "nodes": 8, "depth": 4}, 1.3),
+    "draft-model": ({"model": SHIPPED / "draft-model", "gamma": 2}, 1.05),
     "layer-skip": ({"skip": SHIPPED / "layer-skip.json"}, 1.2),
 }
 """Options, and a tau that untrained heads, or heads of another target, do not come near."""

@@ -124,6 +124,7 @@ def train_eagle(
     layout: Literal["yuhuili", "speculators"] = "yuhuili",
     base_model: str = "",
     tensorboard: bool = False,
+    save_dtype: torch.dtype | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
     on_features: Callable[[int, int], None] | None = None,
 ) -> AnyHead:
@@ -145,6 +146,7 @@ def train_eagle(
         layout: of the saved head; `"speculators"` is for EAGLE-3.
         base_model: name of the target, for the config.
         tensorboard: also write the log for tensorboard.
+        save_dtype: of the saved weights; the target's when None.
         on_step: called with each line of the log.
         on_features: called while features are cached, with sequences done and their number.
 
@@ -191,7 +193,7 @@ def train_eagle(
         tensorboard=tensorboard,
     )
     measured = evaluation.figures or evaluation()  # a run that was stopped after its last step has not measured
-    head.requires_grad_(False).eval().to(target.dtype)
+    head.requires_grad_(False).eval().to(save_dtype or target.dtype)
 
     def write(directory: Path) -> None:
         save_head(head, directory, layout=layout, target_name=base_model or None, depth=recipe.depth)

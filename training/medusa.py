@@ -75,6 +75,7 @@ def train_medusa(
     layout: Layout = "medusa-1",
     base_model: str = "",
     tensorboard: bool = False,
+    save_dtype: torch.dtype | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
     on_features: Callable[[int, int], None] | None = None,
 ) -> MedusaHeads:
@@ -95,6 +96,7 @@ def train_medusa(
         layout: of the saved heads.
         base_model: name of the target, for the config.
         tensorboard: also write the log for tensorboard.
+        save_dtype: of the saved weights; the target's when None.
         on_step: called with each line of the log.
         on_features: called while features are cached, with sequences done and their number.
 
@@ -136,7 +138,7 @@ def train_medusa(
         tensorboard=tensorboard,
     )
     measured = evaluation.figures or evaluation()  # a run that was stopped after its last step has not measured
-    heads.requires_grad_(False).eval().to(target.dtype)
+    heads.requires_grad_(False).eval().to(save_dtype or target.dtype)
     # Of heads that are never right no tree can be chosen.
     accuracies = evaluation.accuracies if any(evaluation.accuracies[0]) else None
 
