@@ -106,8 +106,11 @@ def test_the_packaged_prompts_the_chat_template_and_measured_speed(tiny, tmp_pat
     [
         (["search", "early-exit", "MODEL"], "--out"),
         (["search", "early-exit", "MODEL", "--out", "OUT", "--objective", "tau"], "tau"),
-        (["search", "layer-skip", "MODEL", "--out", "OUT", "--trials", "0"], "trials must be >= 1, got 0"),
-        (["search", "layer-skip", "MODEL", "--out", "OUT", "--gamma", "0"], "gamma must be >= 1, got 0"),
+        (
+            ["search", "layer-skip", "MODEL", "--out", "OUT", "--trials", "0"],
+            "trials must be a whole number >= 1, got 0",
+        ),
+        (["search", "layer-skip", "MODEL", "--out", "OUT", "--gamma", "0"], "gamma must be a whole number >= 1, got 0"),
         (["search", "layer-skip", "MODEL", "--out", "OUT", "--prompts", "/nowhere.txt"], "cannot read prompts"),
         (["search", "layer-skip", "/nowhere/model", "--out", "OUT"], "/nowhere/model"),
         (["search", "early-exit", "MODEL", "--out", "/dev/null/exit.json"], "cannot keep the search in"),

@@ -89,17 +89,26 @@ def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
         twin: PreTrainedModel = copy.deepcopy(model, shared)
     except (TypeError, RuntimeError) as error:
         raise UnsupportedModel(f"the modules of {type(model).__name__} cannot be copied: {error}") from error
+    if not pack_linears(twin):
+        raise UnsupportedModel(f"{type(model).__name__} has no torch.nn.Linear layers to pack; leave packed=True out")
+    return twin
+
+
+def pack_linears(module: nn.Module) -> int:
+    """Puts packed linears, which share the weights, in the place of a module's own; returns how many.
+
+    Args:
+        module: nobody else's, since it is changed; what cannot be packed stays what it is.
+    """
     linears = [
         (parent, name, child)
-        for parent in twin.modules()
+        for parent in module.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and _packable(child.weight.dtype)
+        if type(child) is nn.Linear and child.weight.device.type == "cpu" and _packable(child.weight.dtype)
     ]
-    if not linears:
-        raise UnsupportedModel(f"{type(model).__name__} has no torch.nn.Linear layers to pack; leave packed=True out")
     for parent, name, linear in linears:
         parent.register_module(name, PackedLinear(linear))
-    return twin
+    return len(linears)
 
 
 def check_fresh(model: nn.Module) -> None:

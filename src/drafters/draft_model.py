@@ -64,7 +64,7 @@ class DraftModel(Drafter):
         self._policy: VocabularyPolicy = vocabulary
 
     def bind(self, target: Target) -> None:
-        """Loads the draft model and compares it with the target.
+        """Loads the draft model, packed if the target is, and compares it with the target.
 
         Raises:
             ModelNotFound: there is no draft model.
@@ -78,7 +78,7 @@ class DraftModel(Drafter):
         elif isinstance(model, PreTrainedModel):
             self.draft = Target(model)
         else:
-            self.draft = Target.from_pretrained(model, dtype=target.dtype, device=target.device)
+            self.draft = Target.from_pretrained(model, dtype=target.dtype, device=target.device, packed=target.packed)
         self._tokens = match_vocabularies(target, self.draft, self._policy)
         for name, context in (("target", target.context_length), ("draft model", self.draft.context_length)):
             if context is not None and self.shape.depth >= context:

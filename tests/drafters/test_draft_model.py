@@ -265,6 +265,16 @@ def test_loads_its_model_in_the_targets_type(target, tmp_path, tinier_llama):
         decode(target, DraftModel(model=tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_is_packed_if_the_target_is(tmp_path, tiny_llama, tinier_llama, packed):
+    tinier_llama.save_pretrained(tmp_path)
+    words(range(VOCABULARY)).save_pretrained(tmp_path)
+    spoken = Target(copy.deepcopy(tiny_llama).float(), words(range(VOCABULARY)), packed=packed)
+    drafter = Decoder(spoken, DraftModel(model=tmp_path)).drafter
+    assert drafter.draft.packed == packed
+    assert tokens_of(decode(spoken, drafter)) == tokens_of(decode(spoken, "none"))
+
+
 def words(ids: Sequence[int], prefix: str = "w") -> PreTrainedTokenizerBase:
     """A tokenizer whose token i is the word number `ids[i]`."""
     vocabulary = {f"{prefix}{word}": index for index, word in enumerate(ids)}

@@ -429,7 +429,7 @@ def test_settings_that_cannot_work(options: dict[str, Any], message: str, tmp_pa
 
 def test_data_and_output_that_do_not_fit(tmp_path: Path):
     target = Target(llama(tied=False))
-    data = Sequences(torch.full((4, 8), VOCABULARY), torch.ones(4, 8, dtype=torch.bool))
+    data = Sequences(torch.full((40, 8), VOCABULARY), torch.ones(40, 8, dtype=torch.bool))
     with pytest.raises(InvalidRequest, match=f"token {VOCABULARY}, outside the target's vocabulary of {VOCABULARY}"):
         train_draft_model(target, data, tmp_path / "out", FAST)
     (tmp_path / "out").mkdir()

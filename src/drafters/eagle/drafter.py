@@ -18,6 +18,7 @@ from torch import Tensor
 from ...core.checks import real_number, whole_number
 from ...core.drafter import Drafter, DraftSession, Observation
 from ...core.errors import InvalidRequest
+from ...core.packing import pack_linears
 from ...core.proposal import Proposal
 from ...core.state import DecodeState
 from ...core.target import Target
@@ -79,7 +80,7 @@ class Eagle(Drafter):
         self._checkpoint, self._layer_ids, self._draft_tokens = checkpoint, layer_ids, draft_tokens
 
     def bind(self, target: Target) -> None:
-        """Loads the head in the target's type and to its device.
+        """Loads the head in the target's type and to its device, packed if the target is.
 
         Raises:
             ModelNotFound: there is no checkpoint.
@@ -94,6 +95,8 @@ class Eagle(Drafter):
             self.head = load_head(
                 self._checkpoint, target, layer_ids=self._layer_ids, draft_tokens=self._draft_tokens
             ).attach(target)
+            if target.packed:
+                pack_linears(self.head)
         self.features = frozenset(self.head.feature_names)
         widest, tokens = max(self.shape.branching), self.head.draft_tokens
         drafted = target.vocabulary_size if tokens is None else len(tokens)

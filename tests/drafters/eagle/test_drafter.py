@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config, LlamaConfig
 
 from draftwood.core.cache import SlotCache
 from draftwood.core.drafter import DraftSession, Observation
 from draftwood.core.errors import InvalidRequest, ModelNotFound
+from draftwood.core.packing import PackedLinear
 from draftwood.core.proposal import Proposal, Verdict
 from draftwood.core.sampling import process, tree_paths
 from draftwood.core.state import DecodeState
@@ -357,6 +359,19 @@ def test_by_name_from_a_checkpoint(target, eagle1, name, tmp_path):
     same = decode(target, Eagle(checkpoint=eagle1, **SHAPES["dynamic"]), batch_size=1)
     assert tokens_of(done) == tokens_of(same)
     assert [one.stats.tau for one in done] == [one.stats.tau for one in same]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_loaded_head_is_packed_if_the_target_is(target, eagle1, tmp_path, packed):
+    save_head(eagle1, tmp_path)
+    own = Target(copy.deepcopy(target.model).float(), packed=packed)
+    decoder = Decoder(own, Eagle(checkpoint=tmp_path, **SHAPES["dynamic"]))
+    linears = [part for part in decoder.drafter.head.modules() if isinstance(part, nn.Linear)]
+    assert linears and {isinstance(part, PackedLinear) for part in linears} == {packed}
+    drafted = decoder.generate(PROMPTS, max_new_tokens=20, eos_token_id=[])
+    plain = Decoder(own).generate(PROMPTS, max_new_tokens=20, eos_token_id=[])
+    assert tokens_of(drafted) == tokens_of(plain)
+    assert max(one.stats.tau for one in drafted) > 1
 
 
 def test_a_head_keeps_its_own_target(target, eagle1):
