@@ -126,6 +126,15 @@ def _answer(request: dict[str, Any], methods: Mapping[str, Method], loaded: dict
     }
 
 
+def serve_on_torch(methods: Callable[[str], Mapping[str, Method]]) -> None:
+    """Runs the worker of a library on torch, with the threads of its command line; `methods` loads the model."""
+    import torch  # not in every environment that reads this module
+
+    given = arguments()
+    torch.set_num_threads(given.threads)
+    serve(methods(given.model))
+
+
 def arguments() -> argparse.Namespace:
     """Reads the command line of a worker: `model`, a directory or file, and `threads`."""
     parser = argparse.ArgumentParser()

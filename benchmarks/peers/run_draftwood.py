@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 import draftwood as dw
 from draftwood.core.loading import load_model
 
-from .protocol import Method, Run, arguments, serve
+from .protocol import Method, Run, serve_on_torch
 
 
 def methods(model: str) -> dict[str, Method]:
@@ -65,11 +63,5 @@ def merged(target: Any) -> Method:
     return make
 
 
-def main() -> None:
-    given = arguments()
-    torch.set_num_threads(given.threads)
-    serve(methods(given.model))
-
-
 if __name__ == "__main__":
-    main()
+    serve_on_torch(methods)

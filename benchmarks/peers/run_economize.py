@@ -12,7 +12,7 @@ from economize.techniques.lookup import LookupConfig
 from economize.techniques.medusa import MedusaConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .protocol import Method, Run, arguments, serve
+from .protocol import Method, Run, serve_on_torch
 
 
 def methods(directory: str) -> dict[str, Method]:
@@ -71,11 +71,5 @@ def methods(directory: str) -> dict[str, Method]:
     }
 
 
-def main() -> None:
-    given = arguments()
-    torch.set_num_threads(given.threads)
-    serve(methods(given.model))
-
-
 if __name__ == "__main__":
-    main()
+    serve_on_torch(methods)

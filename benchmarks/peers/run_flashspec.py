@@ -9,7 +9,7 @@ from flashspec import BanditConfig, FlashSpecConfig, SamplingConfig, Speculative
 from flashspec.engine import HuggingFaceDrafter, NgramDrafter, TargetModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .protocol import Method, Run, arguments, serve
+from .protocol import Method, Run, serve_on_torch
 
 
 def methods(directory: str) -> dict[str, Method]:
@@ -56,11 +56,5 @@ def methods(directory: str) -> dict[str, Method]:
     }
 
 
-def main() -> None:
-    given = arguments()
-    torch.set_num_threads(given.threads)
-    serve(methods(given.model))
-
-
 if __name__ == "__main__":
-    main()
+    serve_on_torch(methods)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .protocol import Method, Run, arguments, serve
+from .protocol import Method, Run, serve_on_torch
 
 
 class Passes:
@@ -57,11 +57,5 @@ def methods(directory: str) -> dict[str, Method]:
     }
 
 
-def main() -> None:
-    given = arguments()
-    torch.set_num_threads(given.threads)
-    serve(methods(given.model))
-
-
 if __name__ == "__main__":
-    main()
+    serve_on_torch(methods)
