@@ -59,7 +59,9 @@ def main() -> None:
         target.score(target.new_cache(len(rows), given.length), rows, TokenTree.empty(len(rows)), head=False)
 
     with tempfile.TemporaryDirectory() as place:
-        cached = CachedFeatures.build(target, ["last"], data, Path(place) / "features", batch_size=1)
+        cached = CachedFeatures.build(
+            target, ["last"], data, Path(place) / "features", batch_size=1, dtype=target.dtype
+        )
         ways = {
             "cached": trains(cached),
             "online": trains(OnlineFeatures(target, ["last"])),
