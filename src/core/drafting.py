@@ -39,6 +39,8 @@ def candidates(
     count: int,
     paths: Sequence[Sequence[int]] | None = None,
     depth: int = 1,
+    *,
+    draft_tokens: Tensor | None = None,
 ) -> Candidates:
     """Picks `count` distinct sibling tokens in each context.
 
@@ -49,19 +51,24 @@ def candidates(
 
     Args:
         state: the call.
-        logits: [contexts, vocabulary], raw draft logits.
+        logits: [contexts, vocabulary] or [contexts, draft vocabulary], raw draft logits.
         rows: for each context the index of its row.
         count: siblings a context.
         paths: for each context the drafted tokens that lead to it, for processors with a history; None when
             they are all empty.
         depth: depth of the siblings in the tree, the same for all contexts; 1 for children of the root.
+        draft_tokens: [draft vocabulary] int64, the target's id of each column of `logits`; None when they are all.
     """
     rowset = [state.rows[row] for row in rows]
+    if draft_tokens is not None and not (state.style == "chosen" and all(row.pipeline.idle for row in rowset)):
+        # Processors, noise and laws go by the target's ids.
+        logits, draft_tokens = spread(logits, draft_tokens, state.target.vocabulary_size), None
     logits = process(rowset, logits[:, None], None if paths is None else [[list(path)] for path in paths])
     log_q = torch.log_softmax(logits[:, 0].float(), -1)  # [contexts, vocabulary]
     if state.style == "chosen":
         top = log_q.topk(count, -1)
-        return Candidates(top.indices, top.values, None)
+        tokens = top.indices if draft_tokens is None else draft_tokens.to(top.indices.device)[top.indices]
+        return Candidates(tokens, top.values, None)
     vocabulary = log_q.shape[-1]
     if state.style == "coupled":
         drawn = [row.source.gumbel(len(row.tokens) + depth - 1, vocabulary) for row in rowset]
@@ -75,6 +82,20 @@ def candidates(
         return Candidates(top.indices, top.values - noisy.logsumexp(-1, keepdim=True), None)
     law = _sibling_law(log_q.exp(), top.indices, greedy[:, :, None])
     return Candidates(top.indices, log_q.topk(count, -1).values, law)
+
+
+def spread(logits: Tensor, draft_tokens: Tensor, vocabulary: int) -> Tensor:
+    """Returns logits [..., draft vocabulary] as [..., vocabulary]; tokens that cannot be drafted get -inf.
+
+    A softmax renormalises q over the tokens that can be drafted, which keeps verification lossless: q may be any law.
+
+    Args:
+        logits: [..., draft vocabulary].
+        draft_tokens: [draft vocabulary] int64, the target's id of each.
+        vocabulary: how many tokens the target has.
+    """
+    everywhere = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
+    return everywhere.index_copy_(-1, draft_tokens.to(logits.device), logits)
 
 
 def _sibling_law(q: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class Read(Protocol):
         """Reads the nodes of `tree` from column `opened` on; those before it were read in earlier calls.
 
         Returns:
-            [batch, nodes - opened, vocabulary], the raw draft logits after each, over the target's vocabulary.
+            [batch, nodes - opened, vocabulary or draft vocabulary], the raw draft logits after each.
         """
 
 
@@ -140,6 +140,7 @@ def grow(
     read: Read,
     *,
     confidence: float | Sequence[float] = 0.0,
+    draft_tokens: Tensor | None = None,
     leaves: Callable[[TokenTree, int], object] | None = None,
 ) -> Grown:
     """Grows one tree a row; the network reads once for each level but the last.
@@ -151,10 +152,11 @@ def grow(
         state: the call.
         shape: of the trees.
         depths: deepest node of each row, on top of the shape's depth; 0 drafts nothing.
-        logits: [batch, vocabulary], the raw draft logits after each row's newest committed token.
+        logits: [batch, vocabulary or draft vocabulary], the raw draft logits after each row's newest committed token.
         read: the network.
         confidence: of all rows or of each. Where the most likely continuation of a context has a probability below
             this, its children are proposed (they are paid for) but not continued.
+        draft_tokens: [draft vocabulary] int64, the target's id of each column of logits; None when they are all.
         leaves: called as `read` for the nodes that no call of `read` has covered; it needs to return nothing.
     """
     # Adding a sibling drawn from its law leaves the law of the committed text as it is, wherever it is added. So any
@@ -176,7 +178,7 @@ def grow(
         nodes = [frontier[row][place] for row, place in contexts]
         paths = [rows[row].path(node) for row, node in zip(owners, nodes, strict=True)]
         count = min(count, logits.shape[-1])  # no context has more continuations than there are tokens
-        made = candidates(state, logits[owners, places], owners, count, paths, level)
+        made = candidates(state, logits[owners, places], owners, count, paths, level, draft_tokens=draft_tokens)
         _add_level(rows, owners, nodes, made, floors, sum(len(law) for law in laws))
         if made.law is not None:
             laws.append(made.law.flatten(0, 1))

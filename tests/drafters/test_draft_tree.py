@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig
 
-from draftwood.core.drafting import Candidates
+from draftwood.core.drafting import Candidates, spread
 from draftwood.core.errors import InvalidRequest
 from draftwood.core.proposal import Proposal
 from draftwood.core.sampling import tree_paths
@@ -57,8 +57,17 @@ def pick(draw: Draw | None) -> Callable[..., Candidates]:
     """Stands in for `candidates`: the most likely tokens, or drawn ones with their law, in float64."""
 
     def candidates(
-        state: Any, logits: Tensor, rows: list[int], count: int, paths: list[list[int]], depth: int
+        state: Any,
+        logits: Tensor,
+        rows: list[int],
+        count: int,
+        paths: list[list[int]],
+        depth: int,
+        *,
+        draft_tokens: Tensor | None = None,
     ) -> Candidates:
+        if draft_tokens is not None:
+            logits = spread(logits, draft_tokens, state.target.vocabulary_size)
         assert len(rows) == len(logits) == len(paths)
         assert all(len(path) == depth - 1 for path in paths)
         q = logits.exp()

@@ -127,8 +127,15 @@ class _Session(DraftSession):
             return Proposal.empty(len(depths))
         if drafter.siblings == "chosen":
             state = replace(state, style="chosen")
-        logits, read = self._reader.logits(), self._reader.read_nodes
-        return grow(state, drafter.shape, depths, logits, read, confidence=drafter.confidence).proposal
+        return grow(
+            state,
+            drafter.shape,
+            depths,
+            self._reader.logits(),
+            self._reader.read_nodes,
+            confidence=drafter.confidence,
+            draft_tokens=drafter.head.draft_tokens,
+        ).proposal
 
     def observe(self, state: DecodeState, seen: Observation) -> None:
         """Reads what was committed beside the target's features, whoever drafted it."""

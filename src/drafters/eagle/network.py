@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 from ...core.cache import LayerShape
 from ...core.drafter import FeatureName
+from ...core.drafting import spread
 from ...core.errors import InvalidRequest
 from ...core.target import Target
 from ...core.views import head_of
@@ -158,8 +159,7 @@ class Head(nn.Module, ABC):
         """Returns draft logits as [..., vocabulary]; tokens that cannot be drafted get -inf."""
         if self.draft_tokens is None:
             return logits
-        everywhere = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        return everywhere.index_copy_(-1, self.draft_tokens.to(logits.device), logits)
+        return spread(logits, self.draft_tokens, self.config.vocab_size)
 
     def _embed(self, ids: Tensor) -> Tensor:
         return self._target().embed(ids).to(self.device, self.dtype)
@@ -352,9 +352,15 @@ def unroll_mask(length: int, step: int, device: torch.device | None = None) -> T
 def _checked_tokens(tokens: Sequence[int] | Tensor | None, vocabulary: int) -> Tensor | None:
     if tokens is None:
         return None
-    ids = torch.as_tensor(tokens, dtype=torch.int64).clone()
-    if ids.dim() != 1 or not len(ids) or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-        raise InvalidRequest(f"draft_tokens must be a list of token ids from 0 to {vocabulary - 1}")
+    message = f"draft_tokens must be a list of token ids from 0 to {vocabulary - 1}"
+    try:
+        ids = torch.as_tensor(tokens).clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRequest(f"{message}: {error}") from error
+    whole = not ids.is_floating_point() and ids.dtype != torch.bool
+    if ids.dim() != 1 or not len(ids) or not whole or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise InvalidRequest(message)
+    ids = ids.long()
     if len(set(ids.tolist())) != len(ids):
         raise InvalidRequest("draft_tokens names a token twice; each may be drafted once")
     return ids

@@ -64,15 +64,15 @@ class HeadReader:
             )
 
     def logits(self) -> Tensor:
-        """Returns the logits after the newest pair of each row, [rows, vocabulary], and begins a draft there."""
+        """Returns the logits after the newest pair of each row, [rows, draft vocabulary], and begins a draft there."""
         self._drafted = [self.roots[:, None]]
-        return self._to_vocabulary(self._drafted[0])[:, 0]
+        return self._head.logits(self._drafted[0])[:, 0]
 
     def read_nodes(self, tree: TokenTree, opened: int) -> Tensor:
         """Reads the nodes of a draft from column `opened` on, each beside what the head put out at its parent.
 
         Returns:
-            [rows, nodes - opened, vocabulary], the raw draft logits after each.
+            [rows, nodes - opened, draft vocabulary], the raw draft logits after each.
         """
         device, rows = self._head.device, tree.batch
         tree = tree.to(device)
@@ -85,7 +85,7 @@ class HeadReader:
         mask = tree_masks(_PLAN, lengths, 0, tree, positions, span, self._head.dtype, opened)
         output = self._head(tree.tokens[:, opened:], hidden, positions[:, opened:], mask, self.cache)
         self._drafted.append(output)
-        return self._to_vocabulary(output)
+        return self._head.logits(output)
 
     def _read_chunk(self, tokens: Sequence[Sequence[int]], features: Sequence[Tensor], first: int) -> None:
         device, counts = self._head.device, [len(row) for row in tokens]
@@ -102,6 +102,3 @@ class HeadReader:
         fresh = [row for row, count in enumerate(counts) if count]
         ends = [counts[row] - 1 for row in fresh]
         self.roots[[first + row for row in fresh]] = output[fresh, ends]
-
-    def _to_vocabulary(self, hidden: Tensor) -> Tensor:
-        return self._head.to_target(self._head.logits(hidden))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.checks import whole_number
+from ...core.drafting import spread
 from ...core.errors import InvalidRequest, UnsupportedModel
 from ...core.target import Target
 
@@ -174,8 +175,7 @@ class MedusaHeads(nn.Module):
         """Returns logits [..., draft vocabulary] over the target's vocabulary, -inf for tokens that have none."""
         if self.draft_tokens is None:
             return logits
-        whole = logits.new_full((*logits.shape[:-1], self.config.vocabulary), -torch.inf)
-        return whole.index_copy_(-1, self.draft_tokens, logits)
+        return spread(logits, self.draft_tokens, self.config.vocabulary)
 
 
 def lm_head_rows(target: Target, tokens: Tensor | None) -> Tensor:

@@ -118,12 +118,14 @@ class Spy(Eagle):
 
         def logits() -> Tensor:
             noted.clear()
-            noted.append(begin())
-            return noted[0]
+            raw = begin()
+            noted.append(self.head.to_target(raw))
+            return raw
 
         def read_nodes(tree: TokenTree, opened: int) -> Tensor:
-            noted.append((tree, opened, read(tree, opened)))
-            return noted[-1][2]
+            raw = read(tree, opened)
+            noted.append((tree, opened, self.head.to_target(raw)))
+            return raw
 
         def proposing(state: DecodeState) -> Proposal:
             proposal = propose(state)
@@ -312,7 +314,9 @@ def round_law(
     def draft(source: Any) -> Proposal:
         draw = pick(source.draw)
         monkeypatch.setattr(
-            draft_tree, "candidates", lambda state, logits, *rest: draw(state, logits.double().log_softmax(-1), *rest)
+            draft_tree,
+            "candidates",
+            lambda state, logits, *rest, **named: draw(state, logits.double().log_softmax(-1), *rest, **named),
         )
         return session.propose(state)
 
