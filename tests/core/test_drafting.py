@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from draftwood.core.drafting import candidates, spread
 from draftwood.core.sampling import SamplingParams, compile_pipeline
 
