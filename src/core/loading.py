@@ -20,6 +20,7 @@ import torch
 import transformers
 from filelock import FileLock
 from huggingface_hub import model_info
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -129,8 +130,18 @@ def _read(place: str, options: dict[str, Any]) -> tuple[PreTrainedModel, PreTrai
         loaded: Any = AutoModelForCausalLM.from_pretrained(place, output_loading_info=True, **options)
     except OSError as error:
         raise ModelNotFound(f"no model in {place!r}: {_describe(error)}") from error
+    except StrictDataclassError as error:
+        raise InvalidCheckpoint(
+            f"{place!r} has a config.json that cannot be: {' '.join(str(error).split())}"
+        ) from error
     except (SafetensorError, UnpicklingError, EOFError, RuntimeError) as error:
-        raise InvalidCheckpoint(f"cannot read the weights of {_broken_file(place)!r}: {_describe(error)}") from error
+        file, reason = _broken_file(place) or (place, _describe(error))
+        raise InvalidCheckpoint(f"cannot read the weights of {file!r}: {reason}") from error
+    except (TypeError, AttributeError, LookupError, json.JSONDecodeError) as error:
+        # transformers takes a file of weights for tensors by name; other such errors are not the checkpoint's.
+        if (broken := _broken_file(place)) is None:
+            raise
+        raise InvalidCheckpoint(f"cannot read the weights of {broken[0]!r}: {broken[1]}") from error
     except ValueError as error:
         kind = InvalidRequest if "attn_implementation" in str(error) else UnsupportedModel
         raise kind(f"cannot load {place!r}: {_describe(error)}") from error
@@ -260,15 +271,31 @@ def _parse_device(device: str | torch.device) -> torch.device:
     return parsed
 
 
-def _broken_file(place: str) -> str:
-    """Returns the weights file that cannot be opened, or `place` when none stands out."""
-    for file in sorted(Path(place).glob("*.safetensors")):
+def _broken_file(place: str) -> tuple[str, str] | None:
+    """Returns the first file of a checkpoint that holds no weights, and why; None where none stands out."""
+    for file in sorted(Path(place).glob("*")):
         try:
-            with safe_open(file, "pt"):
-                pass
-        except SafetensorError:
-            return str(file)
-    return place
+            if file.suffix == ".safetensors":
+                with safe_open(file, "pt"):
+                    pass
+            elif file.suffix == ".bin":
+                # On the meta device nothing but names and shapes is kept.
+                _check_names(torch.load(file, map_location="meta", weights_only=True))
+            elif file.name.endswith(".index.json"):
+                json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()
+        except UnpicklingError:  # whose message recommends to run whatever is in the file
+            return str(file), "it is no file of tensors"
+        except (SafetensorError, EOFError, RuntimeError, TypeError, AttributeError, ValueError, LookupError) as error:
+            return str(file), _describe(error)
+    return None
+
+
+def _check_names(content: Any) -> None:
+    if not isinstance(content, dict):
+        raise TypeError(f"it must hold tensors by name, got {type(content).__name__}")
+    for key, value in content.items():
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor):
+            raise TypeError(f"it must hold tensors by name, got {key!r}: {type(value).__name__}")
 
 
 def _describe(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -142,6 +143,36 @@ def merge_nothing(directory: Path) -> None:
     file.write_text(file.read_text().replace('"WordLevel"', '"BPE"'))
 
 
+def pickled(content: object, name: str = "pytorch_model.bin") -> Callable[[Path], None]:
+    """Returns what puts a pickle in the place of the weights."""
+
+    def damage(directory: Path) -> None:
+        (directory / "model.safetensors").unlink()
+        torch.save(content, directory / name)
+
+    return damage
+
+
+def index(content: str) -> Callable[[Path], None]:
+    """Returns what makes a model of several files whose index is no such."""
+
+    def damage(directory: Path) -> None:
+        (directory / "model.safetensors").rename(directory / "model-1.safetensors")
+        (directory / "model.safetensors.index.json").write_text(content)
+
+    return damage
+
+
+def no_pickle(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    (directory / "pytorch_model.bin").write_text("hello")
+
+
+def no_width(directory: Path) -> None:
+    config = directory / "config.json"
+    config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": "wide"'))
+
+
 def one_layer_more(directory: Path) -> None:
     config = directory / "config.json"
     config.write_text(config.read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
@@ -162,6 +193,14 @@ def wider(directory: Path) -> None:
         (lambda d: (d / "model.safetensors").unlink(), ModelNotFound, "model.safetensors"),
         (lambda d: truncate(d / "model.safetensors"), InvalidCheckpoint, "model.safetensors"),
         (lambda d: (d / "model.safetensors").write_bytes(b""), InvalidCheckpoint, "model.safetensors"),
+        (pickled([1, 2]), InvalidCheckpoint, r"pytorch_model.bin': TypeError: it must hold tensors by name, got list"),
+        (pickled(None), InvalidCheckpoint, r"pytorch_model.bin': .* got NoneType"),
+        (pickled({"lm_head.weight": 3}), InvalidCheckpoint, r"bin': .*by name, got 'lm_head.weight': int"),
+        (pickled(Path("x")), InvalidCheckpoint, r"pytorch_model.bin': it is no file of tensors"),
+        (no_pickle, InvalidCheckpoint, r"pytorch_model.bin': "),
+        (index("{"), InvalidCheckpoint, r"model.safetensors.index.json': JSONDecodeError"),
+        (index("{}"), InvalidCheckpoint, r"model.safetensors.index.json': KeyError: 'weight_map'"),
+        (no_width, InvalidCheckpoint, r"config.json that cannot be: .*'hidden_size'"),
         (one_layer_more, InvalidCheckpoint, r"no weights for model.layers.3.*and 6 more"),
         (wider, InvalidCheckpoint, "cannot read the weights"),
         (remove_tokenizer, ModelNotFound, "no tokenizer"),
