@@ -15,6 +15,7 @@ from .cli_data import (
     CheckpointEvery,
     Clip,
     Data,
+    DraftVocabulary,
     EvalData,
     EvalEvery,
     LearningRate,
@@ -57,6 +58,11 @@ def draft_model(
     ] = None,
     keep_layers: Annotated[str | None, typer.Option(help="These blocks instead, such as 0,10,20,29.")] = None,
     width: Annotated[int | None, typer.Option(help="Of the hidden states.  [default: the target's]")] = None,
+    shared: Annotated[
+        bool | None,
+        typer.Option("--shared/--own", help="Use the target's embedding and LM head, or ones of its own."),
+    ] = None,
+    draft_vocabulary: DraftVocabulary = None,
     loss: Annotated[
         Divergence, typer.Option(help="`forward` or `reverse` KL to the target, or `tv`, their total variation.")
     ] = Divergence.forward,
@@ -100,6 +106,8 @@ def draft_model(
         cross_entropy,
         gamma,
         held_out(eval_fraction),
+        shared,
+        draft_vocabulary,
     )
     warmup = steps // 20 if warmup is None else warmup
     schedule = Schedule(

@@ -8,38 +8,30 @@ no tokenizer and no tree; the drafter `draft-model` loads what it saves as it lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftwood.core.anatomy import find_decoder
-from draftwood.core.checks import real_number, whole_number
+from draftwood.core.checks import real_number, switch, whole_number
 from draftwood.core.errors import InvalidRequest
 from draftwood.core.target import Target
-from draftwood.core.views import head_alone, head_of
+from draftwood.drafters.shared_model import draft_tokens, save_shared, share_with_target, shares_with_target
 from draftwood.study.theory import expected_tokens
 
-from .data import Batch, Sequences, apart, check_vocabulary
-from .features import FeatureSource, feature_sources
+from .data import Sequences, apart, check_vocabulary, frequent_tokens
+from .draft_model_losses import Distillation, Loss
+from .features import feature_sources
 from .fingerprint import fingerprint
-from .loop import Figures, Objective, Schedule, held_out, train
+from .loop import Schedule, held_out, train
 from .output import new_output, publish
 from .student import load_student, make_student, spread
 
-Loss = Literal["forward", "reverse", "tv"]
-Head = Callable[[Tensor], Tensor]
-
 LAYERS = 4
 """Blocks of a student of which nothing else is said."""
-
-POSITIONS = 256
-"""At how many positions logits are in memory at once: 50 MB each of float32 with a vocabulary of 49,152."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +48,10 @@ class DraftModelRecipe:
         cross_entropy: how much of the loss is the cross-entropy of the text instead, from 0 to 1.
         gamma: of the chain whose expected tau is told.
         held_out: share of the sequences to measure on, or how many; 0 measures nothing.
+        shared: use the target's embedding and LM head, so that only blocks and a final norm are learnt and saved; own
+            ones when None, or as the student does that training starts from.
+        draft_vocabulary: of a student that shares: guess only the tokens that are most often learnt, so many; all when
+            None, or that student's.
     """
 
     layers: int | None = None
@@ -65,15 +61,43 @@ class DraftModelRecipe:
     cross_entropy: float = 0.0
     gamma: int = 4
     held_out: int | float = 0.05
+    shared: bool | None = None
+    draft_vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         whole_number("gamma", self.gamma)
-        for name in ("layers", "width"):
+        for name in ("layers", "width", "draft_vocabulary"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name))
+        if self.shared is not None:
+            switch("shared", self.shared)
         if self.loss not in get_args(Loss):
             raise InvalidRequest(f"loss must be one of {', '.join(get_args(Loss))}, got {self.loss!r}")
         real_number("cross_entropy", self.cross_entropy, 0.0, 1.0)
+
+    def student(self, target: Target, data: Sequences) -> PreTrainedModel:
+        """Returns the student that training starts from, of a target's blocks; tokens are counted in `data`.
+
+        Raises:
+            InvalidRequest: settings that cannot work together, or not with this target.
+            UnsupportedModel: the target cannot be cut so.
+        """
+        kept, vocabulary = self.blocks(target.layers), target.vocabulary_size
+        if not self.shared:
+            if self.draft_vocabulary is not None:
+                raise InvalidRequest(f"draft_vocabulary={self.draft_vocabulary} needs shared=True")
+            return make_student(target, kept, self.width, torch.bincount(data.tokens.flatten(), minlength=vocabulary))
+        if self.width not in (None, target.config.hidden_size):
+            raise InvalidRequest(
+                f"a student that shares the target's embedding has its width, {target.config.hidden_size}, not "
+                f"{self.width}; leave it out"
+            )
+        tokens = None
+        if self.draft_vocabulary not in (None, vocabulary):
+            tokens = frequent_tokens(data, self.draft_vocabulary, vocabulary).to(target.device)
+        student = make_student(target, kept)
+        share_with_target(student, target, tokens)
+        return student
 
     def blocks(self, layers: int) -> tuple[int, ...]:
         """Returns the blocks of a target of `layers` that the student starts from."""
@@ -97,10 +121,11 @@ def train_draft_model(
     on_step: Callable[[dict[str, Any]], None] | None = None,
     on_features: Callable[[int, int], None] | None = None,
 ) -> PreTrainedModel:
-    """Trains a student of the target and saves it as an ordinary model, for the drafter `draft-model`.
+    """Trains a student of the target and saves it, for the drafter `draft-model`.
 
     While it trains, checkpoint and log are in `<output>.training`; a run that was stopped goes on from there. At the
-    end `output` appears whole: model, the target's tokenizer, `training.json` and `log.jsonl`. Weights are float32
+    end `output` appears whole: an ordinary model with the target's tokenizer, or (`save_shared`) what a student that
+    shares the target's embedding and LM head has of its own; `training.json` and `log.jsonl`. Weights are float32
     while they learn (float64 for a target in float64); with a target in bfloat16 matrix products run in bfloat16.
 
     Args:
@@ -141,8 +166,11 @@ def train_draft_model(
     student, setup = _student(target, learnt, recipe, init)
     source, measuring = feature_sources(target, ["last"], learnt, held, cache, on_features)
     setup["model"] = fingerprint(target.model)
-    objective = Distillation(student, source, target, recipe)
-    evaluate = None if held is None else _evaluation(Distillation(student, measuring, target, recipe), held, schedule)
+    objective = Distillation(student, source, target, recipe.loss, recipe.cross_entropy)
+    evaluate = None
+    if held is not None:
+        measured_as = Distillation(student, measuring, target, recipe.loss, recipe.cross_entropy, whole=True)
+        evaluate = _evaluation(measured_as, held, schedule, recipe.gamma)
     measured: dict[str, float] = {}
 
     def note(entry: dict[str, Any]) -> None:
@@ -157,7 +185,14 @@ def train_draft_model(
     for parameter in student.requires_grad_(False).parameters():  # not the buffers: rotary frequencies stay exact
         parameter.data = parameter.data.to(save_dtype or target.dtype)
 
+    shared = shares_with_target(student)
+    if shared:
+        share_with_target(student, target, draft_tokens(student))  # whose types may be others now
+
     def write(directory: Path) -> None:
+        if shared:
+            save_shared(student, directory)
+            return
         student.save_pretrained(directory)
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(directory)
@@ -178,13 +213,12 @@ def _student(
     """Returns the student that training starts from, and what the run is to be known by."""
     told = asdict(recipe)
     if init is None:
-        counts = torch.bincount(data.tokens.flatten(), minlength=target.vocabulary_size)
-        kept = recipe.blocks(target.layers)
-        student = make_student(target, kept, recipe.width, counts)
+        student, kept = recipe.student(target, data), recipe.blocks(target.layers)
         return student, {"recipe": told | {"layers": recipe.layers or LAYERS}, "keep_layers": kept}
     student = load_student(target, init)
-    config = student.config.get_text_config(decoder=True)
+    config, tokens = student.config.get_text_config(decoder=True), draft_tokens(student)
     sizes = {"layers": config.num_hidden_layers, "width": config.hidden_size, "keep_layers": None}
+    sizes |= {"shared": shares_with_target(student), "draft_vocabulary": None if tokens is None else len(tokens)}
     for name, size in sizes.items():
         if told[name] not in (None, size):
             has = "its own blocks" if size is None else f"{name}={size}"
@@ -192,9 +226,10 @@ def _student(
     return student, {"recipe": told | sizes, "init": fingerprint(student)}
 
 
-def _evaluation(objective: Distillation, held: Sequences, schedule: Schedule) -> Callable[[], dict[str, float]]:
+def _evaluation(
+    objective: Distillation, held: Sequences, schedule: Schedule, gamma: int
+) -> Callable[[], dict[str, float]]:
     measure = held_out(objective, held, schedule.batch_size)
-    gamma = objective.recipe.gamma
 
     def evaluate() -> dict[str, float]:
         figures = measure()
@@ -202,154 +237,3 @@ def _evaluation(objective: Distillation, held: Sequences, schedule: Schedule) ->
         return figures | {"tau": expected_tokens(alpha, gamma), "greedy tau": expected_tokens(agreement, gamma)}
 
     return evaluate
-
-
-class Distillation(Objective):
-    """The mean divergence of student and target over the learnt positions, in float32.
-
-    Its figures: `agreement`, how often both have the same most probable token, which is alpha at temperature 0; and
-    `acceptance`, the mean of 1 - TV(p, q), which is alpha at temperature 1 (arXiv:2211.17192, corollary 3.6).
-
-    Args:
-        student: what is trained.
-        features: give the target's feature `"last"`.
-        target: whose LM head; its weights are not copied.
-        recipe: for the loss.
-    """
-
-    def __init__(
-        self, student: PreTrainedModel, features: FeatureSource, target: Target, recipe: DraftModelRecipe
-    ) -> None:
-        super().__init__()
-        self.student = student
-        self.recipe = recipe
-        # In tuples, so that they are neither trained nor registered twice.
-        self._teacher = (features, head_of(target), target.dtype)
-        self._parts = (find_decoder(student), *_live_head(student))
-
-    def forward(self, batch: Batch, step: int, generator: torch.Generator) -> tuple[Tensor, Figures]:
-        features, teacher_head, dtype = self._teacher
-        decoder, head, weights = self._parts
-        wanted = batch.learnt[:, 1:]
-        labels = batch.tokens[:, 1:][wanted]
-        taught = features(batch)["last"][:, :-1][wanted].to(dtype)  # [positions, target width]
-        half = dtype == torch.bfloat16
-        kind = batch.tokens.device.type
-        # Without its cache of converted weights, which would outlive the graph of a chunk.
-        mixed: AbstractContextManager[Any] = torch.autocast(kind, dtype, cache_enabled=False) if half else nullcontext()
-        with mixed:
-            hidden = decoder(input_ids=batch.tokens, use_cache=False)[0][:, :-1][wanted]  # [positions, width]
-
-        def compute(part: slice) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-            def losses(own: Tensor) -> tuple[Tensor, Tensor]:
-                with torch.no_grad(), torch.autocast(kind, enabled=False):
-                    expected = teacher_head(taught[None, part]).squeeze(0)
-                with mixed:
-                    logits = head(own[None]).squeeze(0)
-                with torch.autocast(kind, enabled=False):
-                    return self._sums(logits, expected, labels[part])
-
-            return losses
-
-        loss, sums = _in_chunks(compute, hidden, weights)
-        acceptance, agreement = sums / len(labels)
-        return loss / len(labels), {"acceptance": acceptance, "agreement": agreement}
-
-    def _sums(self, logits: Tensor, expected: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the loss, and [acceptance, agreement], all summed over the positions."""
-        log_q, log_p = (_log_probabilities(part) for part in (logits, expected))
-        loss = divergence(log_p, log_q, self.recipe.loss).sum()
-        if share := self.recipe.cross_entropy:
-            loss = (1 - share) * loss + share * nn.functional.nll_loss(log_q, labels, reduction="sum")
-        with torch.no_grad():
-            acceptance = torch.minimum(log_p, log_q).exp().sum()
-            # A second argmax would cost as much as a softmax on the CPU.
-            agreement = (log_q.gather(-1, log_p.argmax(-1, keepdim=True))[:, 0] == log_q.amax(-1)).sum()
-        return loss, torch.stack([acceptance, agreement.to(acceptance.dtype)])
-
-
-def divergence(log_p: Tensor, log_q: Tensor, loss: Loss) -> Tensor:
-    """Returns a divergence of the student's distribution q from the target's p at each position.
-
-    Args:
-        log_p: [positions, vocabulary], log-probabilities of the target.
-        log_q: the student's.
-        loss: which.
-
-    Returns:
-        [positions], in nats; total variation in [0, 1].
-    """
-    if loss == "forward":
-        p = log_p.exp()
-        # Dot products: half the passes over the vocabulary of a sum over p (log p - log q).
-        return _dots(p, log_p) - _dots(p, log_q)
-    if loss == "reverse":
-        return (log_q.exp() * (log_q - log_p)).sum(-1)
-    return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
-
-
-def _dots(left: Tensor, right: Tensor) -> Tensor:
-    """Returns the dot product of each row, [rows]."""
-    return torch.bmm(left[:, None], right[..., None])[:, 0, 0]
-
-
-def _log_probabilities(logits: Tensor) -> Tensor:
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-
-
-def _live_head(student: PreTrainedModel) -> tuple[Head, list[nn.Parameter]]:
-    """Returns what the student makes of its final hidden states, and the parameters of it, which are the student's own.
-
-    `core.views.head_of` gives no gradient to the head; a student's head learns.
-    """
-    own = (*student.parameters(), *student.buffers(), student.config)
-    head, twin = head_alone(student, find_decoder(student), {id(part): part for part in own})
-    return head, list(twin.parameters())
-
-
-def _in_chunks(
-    compute: Callable[[slice], Callable[[Tensor], tuple[Tensor, Tensor]]], hidden: Tensor, weights: Sequence[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Adds up losses and figures over chunks of positions; only one chunk's logits are ever in memory.
-
-    Args:
-        compute: gives for a chunk the function from its hidden states to (loss, figures), which uses `weights`.
-        hidden: [positions, width].
-        weights: what else is to have a gradient.
-    """
-    chunks = [slice(start, start + POSITIONS) for start in range(0, len(hidden), POSITIONS)]
-    if torch.is_grad_enabled():
-        loss, sums = _Chunks.apply(compute, chunks, hidden, *weights)  # type: ignore[no-untyped-call]
-        return loss, sums
-    parts = [compute(chunk)(hidden[chunk]) for chunk in chunks]
-    return torch.stack([loss for loss, _ in parts]).sum(), torch.stack([sums for _, sums in parts]).sum(0)
-
-
-class _Chunks(torch.autograd.Function):
-    """Computes a chunk's gradients right after its loss, and keeps them instead of its logits."""
-
-    @staticmethod
-    def forward(ctx: Any, compute: Any, chunks: Sequence[slice], hidden: Tensor, *weights: Tensor) -> Any:
-        learnt = [weight for weight in weights if weight.requires_grad]
-        losses, sums = [], []
-        own_gradient = torch.zeros_like(hidden)
-        gradients = [torch.zeros_like(weight) for weight in learnt]
-        for chunk in chunks:
-            own = hidden[chunk].detach().requires_grad_()
-            with torch.enable_grad():
-                loss, figures = compute(chunk)(own)
-                first, *rest = torch.autograd.grad(loss, [own, *learnt])
-            own_gradient[chunk] = first
-            for total, part in zip(gradients, rest, strict=True):
-                total += part
-            losses.append(loss.detach())
-            sums.append(figures)
-        places = iter(gradients)
-        ctx.gradients = [own_gradient, *(next(places) if weight.requires_grad else None for weight in weights)]
-        figures = torch.stack(sums).sum(0)
-        ctx.mark_non_differentiable(figures)
-        return torch.stack(losses).sum(), figures
-
-    @staticmethod
-    def backward(ctx: Any, factor: Tensor, _: Tensor) -> Any:
-        return None, None, *(part if part is None else part * factor for part in ctx.gradients)

@@ -29,6 +29,7 @@ from draftwood.core.errors import InvalidCheckpoint, InvalidRequest, Unsupported
 from draftwood.core.loading import load_model
 from draftwood.core.target import Target
 from draftwood.drafters.checkpoint_files import UNREADABLE, check_tensors, unreadable
+from draftwood.drafters.shared_model import is_shared, load_shared
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _LINEARS = tuple(f"self_attn.{name}_proj" for name in "qkvo") + tuple(
@@ -101,24 +102,28 @@ def load_student(target: Target, source: str | Path) -> PreTrainedModel:
 
     Args:
         target: whose tokens it has to know.
-        source: a directory or hub id of a model.
+        source: a directory or hub id of a model, or a directory of one that shares with the target.
 
     Returns:
         Float32 weights (float64 for a target in float64), on the target's device.
 
     Raises:
         ModelNotFound: there is no model at `source`.
-        InvalidCheckpoint: it cannot be read, or has another number of tokens than the target.
+        InvalidCheckpoint: it cannot be read, has another number of tokens than the target, or shares with a target of
+            another family or width.
         VocabularyMismatch: its tokens are others.
         UnsupportedModel: it cannot draft.
     """
+    dtype = torch.promote_types(target.dtype, torch.float32)
+    if is_shared(source):
+        return load_shared(source, target, dtype)
     for file in sorted(Path(source).expanduser().glob("pytorch_model*.bin")):
         try:
             state = torch.load(file, map_location="meta", weights_only=True)
         except UNREADABLE as error:
             raise unreadable(file, error) from error
         check_tensors(file, state)
-    student, tokenizer = load_model(source, dtype=torch.promote_types(target.dtype, torch.float32))
+    student, tokenizer = load_model(source, dtype=dtype)
     size = Target(student, tokenizer).vocabulary_size
     if size != target.vocabulary_size:
         raise InvalidCheckpoint(

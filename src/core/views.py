@@ -9,7 +9,7 @@ knows no drafter; who decides which layers are left out is not its business.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -111,12 +111,8 @@ def head_of(target: Target, tokens: Tensor | None = None) -> Callable[[Tensor], 
     decoder = target.decoder
     path = next(name for name, module in target.model.named_modules() if module is decoder)
     inside = {id(part) for part in decoder.modules()}
-    shared: dict[int, Any] = {id(target.model.config): target.model.config}
-    for part in target.model.modules():
-        if id(part) not in inside:
-            for parameter in part.parameters(recurse=False):
-                shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
-            shared.update((id(buffer), buffer) for buffer in part.buffers(recurse=False))
+    shared = _shared(part for part in target.model.modules() if id(part) not in inside)
+    shared[id(target.model.config)] = target.model.config
     if tokens is not None:
         output: nn.Module = target.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         shared[id(output)] = _rows(output, _token_ids(tokens, target.vocabulary_size))
@@ -156,6 +152,36 @@ def head_alone(
         return logits
 
     return head, twin
+
+
+def embedding_and_head(target: Target, tokens: Tensor | None = None) -> tuple[nn.Module, nn.Module]:
+    """Returns the target's embedding and its bare LM head, for another model to use.
+
+    Their weights are the target's own memory, but no gradient is ever computed for them.
+
+    Args:
+        target: whose.
+        tokens: [kept] int64 target ids: an LM head of these alone, in this order; as of `head_of`.
+
+    Raises:
+        InvalidRequest: `tokens` is no list of the target's token ids.
+    """
+    embedding = target.model.get_input_embeddings()
+    output: nn.Module = target.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    shared = _shared([*embedding.modules(), *output.modules()])
+    if tokens is not None:
+        shared[id(output)] = _rows(output, _token_ids(tokens, target.vocabulary_size))
+    return copy.deepcopy(embedding, shared), copy.deepcopy(output, shared)
+
+
+def _shared(modules: Iterable[nn.Module]) -> dict[int, Any]:
+    """Returns by `id` what stands in a copy for the modules' tensors: the same memory, without gradients."""
+    shared: dict[int, Any] = {}
+    for part in modules:
+        for parameter in part.parameters(recurse=False):
+            shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+        shared.update((id(buffer), buffer) for buffer in part.buffers(recurse=False))
+    return shared
 
 
 def _token_ids(tokens: Tensor, vocabulary: int) -> Tensor:

@@ -12,12 +12,16 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ..core.errors import InvalidCheckpoint, ModelNotFound
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""What files of weights are called."""
 
 UNREADABLE = (SafetensorError, UnpicklingError, RuntimeError, OSError, EOFError, ValueError, LookupError)
 """What broken files of weights raise."""
@@ -81,6 +85,81 @@ def check_tensors(file: Path, content: Any) -> Mapping[str, Tensor]:
         if not isinstance(key, str) or not isinstance(value, Tensor):
             raise InvalidCheckpoint(f"{str(file)!r}: {key!r} must be a tensor, got {type(value).__name__}")
     return content
+
+
+def read_weights(folder: Path, what: str) -> tuple[Path, dict[str, Tensor]]:
+    """Reads weights to the CPU, from the first of `WEIGHTS` that is there; returns the file, too.
+
+    Args:
+        folder: where they are.
+        what: what messages call the checkpoint, such as "head".
+
+    Raises:
+        InvalidCheckpoint: there is no such file, or it holds something else than tensors by name.
+    """
+    file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if file is None:
+        raise InvalidCheckpoint(
+            f"{str(folder)!r} has no weights; a {what} is config.json beside {' or '.join(WEIGHTS)}"
+        )
+    try:
+        if file.suffix == ".safetensors":
+            content: Any = load_file(file)
+        else:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except UNREADABLE as error:
+        raise unreadable(file, error) from error
+    return file, dict(check_tensors(file, content))
+
+
+def check_places(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor], what: str) -> None:
+    """Checks that weights are those of a network: each has its place, and each place its weight.
+
+    Args:
+        file: they were in.
+        weights: as they were read.
+        places: the network's state.
+        what: what messages call the network.
+
+    Raises:
+        InvalidCheckpoint: a key is missing, unknown, of another shape or no floating-point numbers.
+    """
+    unknown, missing = sorted(weights.keys() - places.keys()), sorted(places.keys() - weights.keys())
+    if missing:
+        raise InvalidCheckpoint(f"{str(file)!r}: no {', '.join(map(repr, missing))}; a {what} needs it")
+    if unknown:
+        raise InvalidCheckpoint(
+            f"{str(file)!r}: unknown key {', '.join(map(repr, unknown))}; a {what} has no place for it"
+        )
+    for key, value in weights.items():
+        if value.shape != places[key].shape:
+            raise InvalidCheckpoint(
+                f"{str(file)!r}: {key!r} is {list(value.shape)}, expected {list(places[key].shape)}"
+            )
+        if not value.is_floating_point():
+            raise InvalidCheckpoint(f"{str(file)!r}: {key!r} must hold floating-point numbers, got {value.dtype}")
+
+
+def check_token_ids(tokens: Tensor, vocabulary: int, where: str) -> Tensor:
+    """Returns the token ids of a draft vocabulary as int64.
+
+    Args:
+        tokens: as they were read.
+        vocabulary: number of the target's token ids.
+        where: file and key, for messages.
+
+    Raises:
+        InvalidCheckpoint: they are no list of distinct ids of the target.
+    """
+    if tokens.dim() != 1 or tokens.is_floating_point() or not tokens.numel():
+        raise InvalidCheckpoint(f"{where} must be a list of token ids, got {list(tokens.shape)} {tokens.dtype}")
+    ids = tokens.tolist()
+    if min(ids) < 0 or max(ids) >= vocabulary or len({*ids}) < len(ids):
+        raise InvalidCheckpoint(
+            f"{where} must be distinct ids from 0 to {vocabulary - 1}, got {len({*ids})} distinct ones among "
+            f"{len(ids)} from {min(ids)} to {max(ids)}"
+        )
+    return tokens.to(torch.int64)
 
 
 def unreadable(file: Path, error: Exception) -> InvalidCheckpoint:

@@ -2,7 +2,8 @@
 
 Speculative decoding as Leviathan et al. (arXiv:2211.17192) and Chen et al. (arXiv:2302.01318) introduced it, with
 chains, fixed branching (SpecInfer, arXiv:2305.09781) or dynamic trees (EAGLE-2, arXiv:2406.16858). The draft model is
-an unmodified one of transformers with a cache of its own; of the target it knows the committed tokens alone.
+one of transformers with a cache of its own, which may use the target's embedding and LM head; of the target's passes
+it knows the committed tokens alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..core.state import DecodeState
 from ..core.target import Target
 from ..core.tree import TokenTree
 from .draft_tree import Grown, Tree, TreeShape, grow, parse_shape
+from .shared_model import is_shared, load_shared
 from .vocabulary import TokenMap, VocabularyPolicy, match_vocabularies
 
 
@@ -30,7 +32,8 @@ class DraftModel(Drafter):
 
     Args:
         model: the draft model: what `Target.from_pretrained` takes (loaded in the target's type and to its device), a
-            model of transformers, or a `Target` around one. With a bare model the vocabularies cannot be compared.
+            directory of one that shares the target's embedding and LM head, a model of transformers, or a `Target`
+            around one. With a bare model the vocabularies cannot be compared.
         gamma: depth of the draft, 5 when None; with a branching `tree` it is the number of levels.
         tree: `"chain"`; children of each context level by level, such as `(3, 2, 1)`; or `"dynamic"`, the best
             nodes by the draft's cumulative probability.
@@ -68,6 +71,7 @@ class DraftModel(Drafter):
 
         Raises:
             ModelNotFound: there is no draft model.
+            InvalidCheckpoint: it is broken, or shares with a target of another family, hidden size or vocabulary.
             UnsupportedModel: the draft model cannot take token trees.
             VocabularyMismatch: the vocabularies differ.
             InvalidRequest: the tree is deeper than a context or wider than the vocabulary.
@@ -77,6 +81,8 @@ class DraftModel(Drafter):
             self.draft = model
         elif isinstance(model, PreTrainedModel):
             self.draft = Target(model)
+        elif is_shared(model):
+            self.draft = Target(load_shared(model, target), target.tokenizer, packed=target.packed)
         else:
             self.draft = Target.from_pretrained(model, dtype=target.dtype, device=target.device, packed=target.packed)
         self._tokens = match_vocabularies(target, self.draft, self._policy)
@@ -122,7 +128,16 @@ class _Session(DraftSession):
         if max(depths, default=0) == 0:
             return Proposal.empty(len(depths))
         logits = self._read_text(state)
-        self._grown = grow(state, self._shape, depths, logits, self._read_nodes, confidence=self._confidence)
+        tokens = None if self._tokens is None else self._tokens.draft_tokens
+        self._grown = grow(
+            state,
+            self._shape,
+            depths,
+            logits,
+            self._read_nodes,
+            confidence=self._confidence,
+            draft_tokens=tokens,
+        )
         return self._grown.proposal
 
     def observe(self, state: DecodeState, seen: Observation) -> None:
@@ -147,7 +162,7 @@ class _Session(DraftSession):
         return self._draft.context_length is None or len(tokens) < self._draft.context_length
 
     def _read_text(self, state: DecodeState) -> Tensor:
-        """Reads what the cache lacks of the text; returns the logits after it, [batch, vocabulary]."""
+        """Reads what the cache lacks of the text; returns the logits after it, [batch, tokens that can be drafted]."""
         rows = list(zip(state.rows, self._cache.lengths, strict=True))
         width = max(len(row.tokens) - length for row, length in rows if self._fits(row.tokens))
         pending = []
@@ -157,16 +172,16 @@ class _Session(DraftSession):
             start = max(len(row.tokens) - width, 0) if self._fits(row.tokens) else 0
             self._cache.lengths[index] = start
             pending.append(self._ids(row.tokens[start : start + width]))
-        return self._to_target(self._draft.score(self._cache, pending, TokenTree.empty(len(rows))).logits[:, 0])
+        return self._picked(self._draft.score(self._cache, pending, TokenTree.empty(len(rows))).logits[:, 0])
 
     def _read_nodes(self, tree: TokenTree, opened: int) -> Tensor:
         if self._tokens is not None:
             tree = TokenTree(self._tokens.to_draft(tree.tokens), tree.parents, tree.sizes)
         nothing: list[list[int]] = [[]] * tree.batch
-        return self._to_target(self._draft.score(self._cache, nothing, tree, opened=opened).logits)
+        return self._picked(self._draft.score(self._cache, nothing, tree, opened=opened).logits)
 
     def _ids(self, tokens: list[int]) -> list[int]:
         return tokens if self._tokens is None else self._tokens.to_draft(torch.tensor(tokens)).tolist()
 
-    def _to_target(self, logits: Tensor) -> Tensor:
-        return logits if self._tokens is None else self._tokens.to_target(logits)
+    def _picked(self, logits: Tensor) -> Tensor:
+        return logits if self._tokens is None else self._tokens.pick(logits)

@@ -1,5 +1,7 @@
 """Token ids of a draft model and of its target: are they the same, and if not, which tokens do both have?
 
+A draft model may also have logits of some tokens only, its draft vocabulary.
+
 Vocabularies are compared by their tokenizers, never by the sizes of the embeddings, which padding changes. The
 module knows nothing of drafting.
 """
@@ -7,6 +9,7 @@ module knows nothing of drafting.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from ..core.errors import InvalidRequest, VocabularyMismatch
 from ..core.target import Target
+from .shared_model import draft_tokens
 
 VocabularyPolicy = Literal["strict", "intersection"]
 
@@ -25,7 +29,8 @@ class TokenMap:
     Attributes:
         size: of the target's vocabulary.
         ids: [size] int64, the draft's id of each of the target's tokens; some stand-in where it has none.
-        shared: [2, tokens] int64, the target's and the draft's id of each shared token.
+        shared: [2, tokens] int64, of each token that can be drafted the target's id and the column of the draft's
+            logits, which is the draft's id unless its vocabulary is cut.
     """
 
     size: int
@@ -36,13 +41,29 @@ class TokenMap:
         """Returns the draft's ids of the target's tokens, of any shape."""
         return self.ids.to(tokens.device)[tokens]
 
-    def to_target(self, logits: Tensor) -> Tensor:
-        """Returns draft logits [..., draft vocabulary] as [..., size], -inf where the draft has no such token.
+    @property
+    def draft_tokens(self) -> Tensor:
+        """The target's ids of the tokens that can be drafted, [tokens] int64."""
+        return self.shared[0]
 
-        A softmax renormalises q over the shared tokens, which keeps verification lossless: q may be any law.
-        """
-        target, draft = self.shared.to(logits.device)
-        return logits.new_full((*logits.shape[:-1], self.size), -torch.inf).index_copy_(-1, target, logits[..., draft])
+    def pick(self, logits: Tensor) -> Tensor:
+        """Returns of draft logits [..., columns] those of `draft_tokens`, [..., tokens]."""
+        if self._in_order:  # as where a vocabulary is cut or padded
+            return logits[..., : self.shared.shape[1]]
+        return logits[..., self.shared[1].to(logits.device)]
+
+    @cached_property
+    def _in_order(self) -> bool:
+        return torch.equal(self.shared[1], torch.arange(self.shared.shape[1]))
+
+    def cut(self, tokens: Tensor) -> TokenMap:
+        """Returns the map for a draft whose logits are of `tokens` alone, [columns] int64 ids of the draft."""
+        columns = torch.arange(len(tokens))
+        place = torch.full((1 + int(max(self.shared[1].max(), tokens.max())),), -1).index_copy_(
+            0, tokens.cpu(), columns
+        )
+        target, column = self.shared[0], place[self.shared[1]]
+        return TokenMap(self.size, self.ids, torch.stack([target, column])[:, column >= 0])
 
 
 def match_vocabularies(target: Target, draft: Target, policy: VocabularyPolicy) -> TokenMap | None:
@@ -55,7 +76,7 @@ def match_vocabularies(target: Target, draft: Target, policy: VocabularyPolicy) 
             their text where they do not (Timor et al., arXiv:2502.05202, algorithm 4).
 
     Returns:
-        How to translate; None when ids mean the same and the sizes are equal.
+        How to translate; None when ids mean the same, the sizes are equal and the draft has logits of all tokens.
 
     Raises:
         InvalidRequest: an unknown policy.
@@ -64,6 +85,15 @@ def match_vocabularies(target: Target, draft: Target, policy: VocabularyPolicy) 
     """
     if policy not in ("strict", "intersection"):
         raise InvalidRequest(f"vocabulary must be 'strict' or 'intersection', got {policy!r}")
+    found, tokens = _match(target, draft, policy), draft_tokens(draft.model)
+    if tokens is None:
+        return found
+    ids = torch.arange(target.vocabulary_size)
+    return (found or TokenMap(target.vocabulary_size, ids, torch.stack([ids, ids]))).cut(tokens)
+
+
+def _match(target: Target, draft: Target, policy: VocabularyPolicy) -> TokenMap | None:
+    """Does what `match_vocabularies` does for a draft model that has logits of all its tokens."""
     sizes = target.vocabulary_size, draft.vocabulary_size
     if target.tokenizer is None or draft.tokenizer is None:
         if sizes[0] == sizes[1]:

@@ -24,9 +24,10 @@ from draftwood.core.errors import (
 from draftwood.core.target import Target
 from draftwood.core.views import layer_view
 from draftwood.decoder import Decoder
-from draftwood.training import draft_model
+from draftwood.training import draft_model_losses
 from draftwood.training.data import Document, Sequences, pack, split
-from draftwood.training.draft_model import Distillation, DraftModelRecipe, divergence, train_draft_model
+from draftwood.training.draft_model import DraftModelRecipe, train_draft_model
+from draftwood.training.draft_model_losses import Distillation, divergence
 from draftwood.training.features import OnlineFeatures
 from draftwood.training.loop import Schedule, held_out
 from draftwood.training.student import make_student, spread
@@ -178,14 +179,14 @@ def test_the_losses_against_hand_computed_ones():
 
 def objective(target: Target, recipe: DraftModelRecipe, student: PreTrainedModel | None = None) -> Distillation:
     student = make_student(target, [0, 2]) if student is None else student
-    return Distillation(student, OnlineFeatures(target, ["last"]), target, recipe)
+    return Distillation(student, OnlineFeatures(target, ["last"]), target, recipe.loss, recipe.cross_entropy)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("loss", ["forward", "reverse", "tv"])
 def test_loss_figures_and_gradients_are_those_of_plain_code(loss: Any, tied: bool, monkeypatch: pytest.MonkeyPatch):
     """Chunks of a few positions, learnt tokens only, and a share of cross-entropy."""
-    monkeypatch.setattr(draft_model, "POSITIONS", 7)
+    monkeypatch.setattr(draft_model_losses, "POSITIONS", 7)
     target = Target(llama(tied))
     tokens = torch.randint(VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(2))
     learnt = torch.rand(3, 12, generator=torch.Generator().manual_seed(3)) < 0.6

@@ -13,17 +13,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
 from ...core.errors import InvalidCheckpoint, InvalidRequest
 from ...core.target import Target
-from ..checkpoint_files import UNREADABLE, check_tensors, find_checkpoint, read_json, unreadable, write_checkpoint
+from ..checkpoint_files import WEIGHTS, check_places, find_checkpoint, read_json, read_weights, write_checkpoint
 from .config import default_layers, llama_config
 from .network import Eagle3Head, EagleHead, Head
-
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 LayerIds = Literal["before", "after"]
 """What the layer ids of a checkpoint mean: the states before those blocks (their inputs), or after them."""
@@ -141,25 +138,10 @@ def save_head(
     write_checkpoint(Path(folder), WEIGHTS[0], config | _own_fields(head), weights)
 
 
-def _read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Reads the weights to the CPU; returns the file they were in, too."""
-    file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-    if file is None:
-        raise InvalidCheckpoint(f"{str(folder)!r} has no weights; a head is config.json beside {' or '.join(WEIGHTS)}")
-    try:
-        if file.suffix == ".safetensors":
-            content: Any = load_file(file)
-        else:
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    except UNREADABLE as error:
-        raise unreadable(file, error) from error
-    return file, dict(check_tensors(file, content))
-
-
 def _read(folder: Path) -> _Checkpoint:
     config_file = folder / "config.json"
     config = read_json(config_file)
-    file, weights = _read_weights(folder)
+    file, weights = read_weights(folder, "head")
     named: dict[str, Tensor] = {}
     third = any(key.endswith("hidden_norm.weight") for key in weights)
     for key, value in weights.items():
@@ -303,22 +285,12 @@ def _warn(found: _Checkpoint, message: str) -> None:
 
 def _fill(head: Head, found: _Checkpoint) -> None:
     """Puts the weights in; every key must have its place and every place its key."""
-    weights = dict(found.weights)
+    weights = found.weights
     for name, module in head.named_modules():
         # Qwen2's layers have biases in front of the attention, none behind it.
         if name.endswith("o_proj") and f"{name}.bias" not in weights:
             module.register_parameter("bias", None)
-    places = head.state_dict()
-    unknown, missing = sorted(weights.keys() - places.keys()), sorted(places.keys() - weights.keys())
-    if missing:
-        raise found.invalid(f"no {', '.join(map(repr, missing))}; a {type(head).__name__} needs it")
-    if unknown:
-        raise found.invalid(f"unknown key {', '.join(map(repr, unknown))}; a {type(head).__name__} has no place for it")
-    for key, value in weights.items():
-        if value.shape != places[key].shape:
-            raise found.invalid(f"{key!r} is {list(value.shape)}, expected {list(places[key].shape)}")
-        if not value.is_floating_point():
-            raise found.invalid(f"{key!r} must hold floating-point numbers, got {value.dtype}")
+    check_places(found.file, weights, head.state_dict(), type(head).__name__)
     head.load_state_dict(weights)
 
 

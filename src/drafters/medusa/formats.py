@@ -19,7 +19,15 @@ from torch import Tensor
 
 from ...core.errors import InvalidCheckpoint, InvalidRequest, ModelNotFound
 from ...core.target import Target
-from ..checkpoint_files import UNREADABLE, check_tensors, find_checkpoint, read_json, unreadable, write_checkpoint
+from ..checkpoint_files import (
+    UNREADABLE,
+    check_tensors,
+    check_token_ids,
+    find_checkpoint,
+    read_json,
+    unreadable,
+    write_checkpoint,
+)
 from .network import MedusaConfig, MedusaHeads, lm_head_rows
 from .trees import check_accuracies
 
@@ -308,19 +316,7 @@ class _Parts:
         return state
 
     def _draft_tokens(self, vocabulary: int) -> Tensor | None:
-        tokens = self.tokens
-        if tokens is None:
-            return None
-        where = self._where["token_map"]
-        if tokens.dim() != 1 or tokens.is_floating_point() or not tokens.numel():
-            raise InvalidCheckpoint(f"{where} must be a list of token ids, got {list(tokens.shape)} {tokens.dtype}")
-        ids = tokens.tolist()
-        if min(ids) < 0 or max(ids) >= vocabulary or len({*ids}) < len(ids):
-            raise InvalidCheckpoint(
-                f"{where} must be distinct ids from 0 to {vocabulary - 1}, got {len({*ids})} distinct ones among "
-                f"{len(ids)} from {min(ids)} to {max(ids)}"
-            )
-        return tokens.to(torch.int64)
+        return None if self.tokens is None else check_token_ids(self.tokens, vocabulary, self._where["token_map"])
 
     def _rows(self, head: int, layers: int, width: int, vocabulary: int, tokens: Tensor | None) -> Tensor:
         if head not in self.lm_heads:
