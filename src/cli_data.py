@@ -18,9 +18,9 @@ from .core.target import Target
 Data = Annotated[
     str,
     typer.Option(
-        help="A .jsonl or .parquet file of `text` or `messages`, of which the assistant's are learnt; plain text, "
-        "documents separated by empty lines; a directory of such; or `dataset:NAME,split=train`, a hub id or directory "
-        "with options of `load_dataset`."
+        help="A .jsonl, .json, .csv or .parquet file of `text` or `messages`, of which the assistant's are learnt; "
+        "plain text, documents separated by empty lines; a directory of such; or `dataset:NAME,split=train`, a hub id "
+        "or directory with options of `load_dataset`."
     ),
 ]
 LimitTokens = Annotated[int | None, typer.Option(help="Most tokens to read; a data set is then streamed.")]

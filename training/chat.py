@@ -7,17 +7,24 @@ any template will do that writes a conversation as it wrote its beginning. This 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from draftwood.core.errors import InvalidRequest
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Pieces = list[tuple[list[int], list[bool]]]
 
 
-def encode_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, *, unfinished: bool = False) -> Pieces:
+def encode_chat(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    tools: Sequence[Any] | None = None,
+    unfinished: bool = False,
+) -> Pieces:
     """Renders and tokenizes a conversation.
 
     Learnt are the assistant's words and the token that ends its turn: neither how the turn begins nor white space that
@@ -25,8 +32,9 @@ def encode_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase,
     beginning of an answer is not learnt.
 
     Args:
-        messages: with `role` and `content`.
+        messages: with `role` and `content`, and what else the template asks of them, such as `tool_calls`.
         tokenizer: with a chat template; a fast one.
+        tools: that the assistant may call, as JSON schemas; for the template.
         unfinished: the last answer breaks off, so that its end is left out.
 
     Returns:
@@ -46,10 +54,13 @@ def encode_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase,
     if not answers:
         raise InvalidRequest("no assistant turn, and so nothing to learn; its role is 'assistant'")
 
-    whole = _render(messages, tokenizer, False)
+    def render(chat: Sequence[Message], prompt: bool) -> str:
+        return _render(chat, tokenizer, tools, prompt)
+
+    whole = render(messages, False)
     spans, texts = [], []
     for index in answers:
-        before, after = (_render(messages[: index + end], tokenizer, not end) for end in (0, 1))
+        before, after = (render(messages[: index + end], not end) for end in (0, 1))
         if not after.startswith(before):
             raise InvalidRequest(
                 f"the chat template does not write message {index + 1} behind the prompt it gives for it, so that the "
@@ -69,13 +80,16 @@ def encode_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase,
     return [_encode(text, part, tokenizer) for text, part in zip(texts, parts, strict=True)]
 
 
-def _render(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, prompt: bool) -> str:
+def _render(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None, prompt: bool
+) -> str:
     chat = [dict(message) for message in messages]
     if not chat:  # a conversation that the assistant opens: templates want at least one message
         return ""
+    given = {} if tools is None else {"tools": list(tools)}
     try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt))
-    except TemplateError as error:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt, **given))
+    except (TemplateError, TypeError, ValueError) as error:  # a template may stumble over what a message holds
         raise InvalidRequest(f"the chat template does not take this conversation: {error}") from error
 
 

@@ -1,8 +1,9 @@
 """Texts and conversations as token sequences of one length, and which of their tokens are learnt.
 
-A source is a file or a data set of the `datasets` library: `.jsonl`, an object a line; `.parquet`, a row each; any
-other file, plain text, of which empty lines separate one document from the next; a directory that `load_dataset` reads;
-or `dataset:NAME,split=train,name=CONFIG`, a hub id or directory with the options of `load_dataset`. An object or row
+A source is a file or a data set of the `datasets` library: `.jsonl`, an object a line; `.json` (objects in a list or a
+line each), `.csv` and `.parquet`, a row each; any other file, plain text, of which empty lines separate one document
+from the next; a directory of `.txt` files, or one that `load_dataset` reads; or `dataset:NAME,split=train,name=CONFIG`,
+a hub id or directory with the options of `load_dataset`. An object or row
 holds `text`, or `messages` (or `conversations`), a list of `{"role": "user", "content": "..."}` (or of `{"from":
 "human", "value": "..."}`), which the tokenizer's chat template renders and of which only what the assistant says is
 learnt. With `column=` another column of a data set is read. This module knows no model and no loss.
@@ -78,7 +79,8 @@ class Sequences:
     def digest(self) -> str:
         """Returns a fingerprint of the contents."""
         parts = (self.tokens.to(torch.int64), self.learnt.to(torch.uint8))
-        return hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()[:16]
+        content = b"".join(part.contiguous().numpy().tobytes() for part in parts)
+        return hashlib.sha256(str(self.tokens.shape[1]).encode() + content).hexdigest()[:16]
 
     def at(self, index: Tensor) -> Batch:
         """Returns the sequences numbered `index`, [batch] int64."""
@@ -212,10 +214,12 @@ _PADDING, _READ, _LEARNT = range(3)  # what a place in a sequence is
 
 def _documents(row: Any, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
     """Tokenizes a row: a text, a list of messages, or an object with either under one of the known names."""
-    content, unfinished = row, False
+    content, unfinished, tools = row, False, None
     if isinstance(row, Mapping):
         content = next((row[name] for name in COLUMNS if row.get(name)), None)
-        unfinished = bool(row.get("unfinished"))
+        unfinished, tools = bool(row.get("unfinished")), row.get("tools") or None
+        if tools is not None and not isinstance(tools, list):
+            raise InvalidRequest(f"'tools' must be a list of JSON schemas, got {type(tools).__name__}")
     if isinstance(content, str) and content:
         return [_text(content, tokenizer)]
     messages = [_message(one) for one in content] if isinstance(content, list) and content else [None]
@@ -224,8 +228,12 @@ def _documents(row: Any, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
             "needs an object with 'text', or with 'messages' or 'conversations', a list of {'role', 'content'}, got "
             f"{str(row)[:60]!r}"
         )
-    pieces = encode_chat([one for one in messages if one is not None], tokenizer, unfinished=unfinished)
+    chat = [one for one in messages if one is not None]
+    pieces = encode_chat(chat, tokenizer, tools=tools, unfinished=unfinished)
     return [Document(*piece) for piece in pieces]
+
+
+_PLAIN = ("role", "from", "content", "value")
 
 
 def _message(entry: Any) -> Message | None:
@@ -233,9 +241,12 @@ def _message(entry: Any) -> Message | None:
     if not isinstance(entry, Mapping):
         return None
     role, content = entry.get("role", entry.get("from")), entry.get("content", entry.get("value"))
+    # What else a message holds (tool calls, reasoning) is for the template; data sets fill up columns with None.
+    more = {name: value for name, value in entry.items() if name not in _PLAIN and value is not None}
+    content = "" if content is None and more.get("tool_calls") else content
     if not isinstance(role, str) or not isinstance(content, str):
         return None
-    return {"role": ROLES.get(role, role), "content": content}
+    return {"role": ROLES.get(role, role), "content": content, **more}
 
 
 def _text(text: str, tokenizer: PreTrainedTokenizerBase) -> Document:
@@ -255,16 +266,22 @@ def _rows(source: str | Path, *, streaming: bool) -> Iterator[tuple[str, Any]]:
         yield from _dataset(*parse_spec(spec), streaming)
         return
     path = Path(source).expanduser()
+    kind = path.suffix.lower()
     # Streamed, so that no copy is made in the library's cache.
-    if path.suffix == ".parquet":
-        yield from _dataset("parquet", {"data_files": str(path)}, True)
+    if kind in (".parquet", ".json", ".csv") and not path.is_dir():
+        yield from _dataset(kind[1:], {"data_files": str(path)}, True)
         return
     if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.is_file())
+        if files and all(file.suffix.lower() == ".txt" for file in files):  # `datasets` would make each line a text
+            for file in files:
+                yield from _rows(file, streaming=streaming)
+            return
         yield from _dataset(str(path), {}, True)
         return
     try:
-        with open(path, encoding="utf-8") as lines:
-            yield from _json_lines(path, lines) if path.suffix == ".jsonl" else _paragraphs(path, lines)
+        with open(path, encoding="utf-8-sig") as lines:
+            yield from _json_lines(path, lines) if kind == ".jsonl" else _paragraphs(path, lines)
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"cannot read training data from {str(path)!r}: {error}") from error
 

@@ -143,6 +143,43 @@ def test_a_local_data_set_is_read_from_its_directory(tmp_path, monkeypatch, kind
         read_documents(tmp_path / "empty", tokenizer)
 
 
+def test_files_are_read_by_what_they_are(tmp_path, monkeypatch):
+    """None is taken for plain text that is none, and texts in a directory end where they do in a file."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    tokenizer, row = tiny_tokenizer(), {"messages": CHAT}
+    expected = read_documents(write(tmp_path, row, row), tokenizer)
+    lines = json.dumps(row) + "\n" + json.dumps(row) + "\n"
+    for name, content in (("a.json", json.dumps([row, row])), ("b.json", lines), ("C.JSONL", "\ufeff" + lines)):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert read_documents(tmp_path / name, tokenizer) == expected, name
+    (tmp_path / "d.csv").write_text("text,more\nabc,1\nde,2\n")
+    texts = [tokenizer.decode(one.tokens) for one in read_documents(tmp_path / "d.csv", tokenizer)]
+    assert texts == ["abc</s>", "de</s>"]
+    (tmp_path / "texts").mkdir()
+    for name in "ba":
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"{name}\nb\n\nc\n")
+    texts = [tokenizer.decode(one.tokens) for one in read_documents(tmp_path / "texts", tokenizer)]
+    assert texts == ["a\nb</s>", "c</s>", "b\nb</s>", "c</s>"]
+
+
+def test_tool_calls_and_reasoning_are_the_templates(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}[{{ tool['name'] }}]{% endfor %}{% for message in messages %}"
+        "{{ message['role'] }}: {{ message['thought'] }}{{ message['content'] }}"
+        "{% for call in message['tool_calls'] or [] %}({{ call['name'] }}){% endfor %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    chat = [CHAT[0], call, {"role": "tool", "content": "3", "tool_calls": None}, CHAT[1] | {"thought": "so "}]
+    (document,) = read_documents(write(tmp_path, {"messages": chat, "tools": [{"name": "f"}]}), tokenizer)
+    assert tokenizer.decode(document.tokens) == "[f]user: hi\nassistant: (f)\ntool: 3\nassistant: so yes.\n"
+    said = [part for part in learnt_text(tokenizer, document).split("|") if part]
+    assert said == ["(f)\n", "so yes.\n"]
+    with pytest.raises(InvalidRequest, match="needs an object with"):  # nothing is said, and nothing called
+        read_documents(write(tmp_path, {"messages": [CHAT[0], {"role": "assistant", "content": None}]}), tokenizer)
+
+
 def test_packing():
     documents = [Document([1, 2, 3], [True] * 3), Document([4, 5, 6, 7, 8], [False] * 4 + [True])]
     packed = pack(documents, 4)
@@ -185,6 +222,7 @@ def test_the_order_is_an_epochs_own_and_known_from_the_position():
     batch = packed.at(whole[3:5])
     assert batch.tokens.tolist() == [[2 * index, 2 * index + 1] for index in whole[3:5].tolist()]
     assert torch.equal(batch.index, whole[3:5]) and batch.learnt.all()
+    assert packed.digest() != pack([Document(list(range(20)), [True] * 20)], 4).digest()
     other = pack([Document(list(range(20)), [True] * 19 + [False])], 2)
     assert packed.digest() == pack([Document(list(range(20)), [True] * 20)], 2).digest() != other.digest()
 
@@ -212,6 +250,7 @@ def test_a_split_is_the_seeds():
         ("{", "line 1: not valid JSON"),
         ('{"text": "a"}\n[]', "line 2: needs an object with 'text'"),
         ('{"text": ""}', "line 1: needs an object"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": "[]"}', "line 1: 'tools' must be a list"),
         ('{"messages": []}', "line 1: needs an object"),
         ('{"messages": [{"role": "user"}]}', "line 1: needs an object"),
     ],
