@@ -1,20 +1,22 @@
 """Training Medusa's heads together with their model: Medusa-2 (Cai et al., arXiv:2401.10774, section 2.2.2).
 
 The heads are trained first, on the model as it is; then both learn, the heads four times as fast. What is trained is a
-copy, in full or through LoRA adapters. What comes out is a model of its own, to be used as the target, whose files
-hold the heads too.
+copy, in full or through LoRA adapters. Its weights are float32 meanwhile, since most updates at so low a rate would be
+lost in bfloat16. What comes out is a model of its own, to be used as the target, whose files hold the heads too.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -120,7 +122,9 @@ def train_medusa_joint(
         check_data(part, target)
     student: PreTrainedModel = copy.deepcopy(target.model).requires_grad_(True)
     trained: nn.Module = student
-    if joint.lora is not None:
+    if joint.lora is None:
+        _cast(student, torch.promote_types(target.dtype, torch.float32))
+    else:  # adapters are float32 by themselves
         trained = _adapted(student, joint.lora, schedule.seed)
     stage = output.with_name(output.name + ".heads")
     if first is not None:
@@ -139,14 +143,15 @@ def train_medusa_joint(
     for part, name in ((learnt, "training"), (held, "held-out")):
         check_labels(part, heads, name)
     about = {"heads": fingerprint(heads), "model": fingerprint(target.model), **asdict(recipe), **asdict(joint)}
-    objective = _Joint(student, trained, heads, target.model if joint.self_distil else None, recipe.decay, joint)
+    teacher = target.model if joint.self_distil else None
+    objective = _Joint(student, trained, heads, teacher, target.dtype, recipe.decay, joint)
     evaluation = Evaluation(heads, objective.features, None, held, schedule.batch_size, recipe.nodes)
     told: dict[str, Any] = {"on_step": on_step, "tensorboard": tensorboard}
     train(objective, learnt, schedule, directory=working, about=about, evaluate=evaluation, **told)
     measured = evaluation.figures or evaluation()
     if joint.lora is not None:
         student = trained.merge_and_unload()  # type: ignore[operator]
-    student.requires_grad_(False)
+    _cast(student.requires_grad_(False), target.dtype)
     heads.requires_grad_(False).eval().to(student.dtype)
     accuracies = evaluation.accuracies if any(evaluation.accuracies[0]) else None
 
@@ -156,10 +161,8 @@ def train_medusa_joint(
             target.tokenizer.save_pretrained(directory)
 
     publish(output, working, write, {**about, "schedule": asdict(schedule), "evaluation": measured})
-    if first is not None:
-        for file in stage.iterdir():
-            file.unlink()
-        stage.rmdir()
+    if first is not None and PartialState().is_main_process:
+        shutil.rmtree(stage)
     return student, heads
 
 
@@ -172,13 +175,14 @@ class _Joint(Objective):
         trained: nn.Module,
         heads: MedusaHeads,
         teacher: PreTrainedModel | None,
+        dtype: torch.dtype,
         decay: float,
         joint: JointRecipe,
     ) -> None:
         super().__init__()
         self.model, self.heads = trained, heads
         self._others = (find_decoder(student), teacher)  # in a tuple, so that they are registered nowhere
-        self._decay, self._joint = decay, joint
+        self._dtype, self._decay, self._joint = dtype, decay, joint
 
     def rate(self, name: str) -> float:
         return self._joint.head_rate if name.startswith("heads.") else 1.0
@@ -207,10 +211,17 @@ class _Joint(Objective):
         states: list[Tensor] = []
         hook = self._others[0].register_forward_hook(lambda _module, _arguments, output: states.append(output[0]))
         try:
-            logits: Tensor = self.model(input_ids=batch.tokens, use_cache=False).logits
+            with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
+                logits: Tensor = self.model(input_ids=batch.tokens, use_cache=False).logits
         finally:
             hook.remove()
-        return logits, states[0]
+        return logits, states[0].to(self._dtype)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Changes the type of the weights alone: buffers, such as rotary frequencies, would lose their precision."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _first_stage(

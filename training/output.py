@@ -13,7 +13,7 @@ from accelerate import PartialState
 
 from draftwood.core.errors import InvalidRequest
 
-from .checkpoint import LOG
+from .checkpoint import LOG, TENSORBOARD
 
 SETTINGS = "training.json"
 
@@ -37,7 +37,7 @@ def publish(
 
     Args:
         output: the directory to make.
-        working: of the run, whose log is kept.
+        working: of the run, whose logs are kept.
         write: given a directory, puts the result there; called in the main process.
         settings: what the run was, JSON; kept as `training.json`.
     """
@@ -46,9 +46,13 @@ def publish(
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
         write(partial)
         shutil.copy(working / LOG, partial / LOG)
+        if (working / TENSORBOARD).is_dir():
+            shutil.copytree(working / TENSORBOARD, partial / TENSORBOARD)
         if settings is not None:
             (partial / SETTINGS).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-        for file in partial.iterdir():
+        for file in partial.rglob("*"):
+            if file.is_dir():
+                continue
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
         partial.rename(output)

@@ -217,6 +217,23 @@ def test_parameters_may_have_rates_of_their_own():
     assert both.fast.abs().max().item() == pytest.approx(0.4, rel=1e-3)
 
 
+def test_only_matrices_decay():
+    """Adam steps by the rate whatever the gradient is; decay takes its share of the weights besides."""
+
+    class Still(Table):
+        def __init__(self):
+            super().__init__()
+            self.table.data.fill_(1.0)
+            self.bias = nn.Parameter(torch.ones(8, dtype=torch.float64))
+
+        def forward(self, batch, step, generator):
+            return 0.0 * (self.table.sum() + self.bias.sum()), {}
+
+    still = trained(replace(SCHEDULE, steps=1, weight_decay=0.5), objective=Still())
+    assert torch.equal(still.bias, torch.ones_like(still.bias))
+    torch.testing.assert_close(still.table, torch.full_like(still.table, 1 - 0.1 * 0.5))
+
+
 def test_mixed_precision_is_the_accelerators():
     seen: list[torch.dtype] = []
 

@@ -286,6 +286,24 @@ def test_cached_features_teach_the_same(target: Target, tmp_path: Path):
     assert (34, 34) in told and (6, 6) in told
 
 
+def test_the_log_for_tensorboard_is_kept(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Writer:
+        def __init__(self, place: str, purge_step: int) -> None:
+            Path(place).mkdir()
+            self.file = Path(place) / "events"
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.file.write_text(f"{name} {step}")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("draftwood.training.checkpoint._summary_writer", lambda: Writer)
+    train_medusa(target, sequences(), tmp_path / "x", replace(FAST, steps=1), RECIPE, tensorboard=True)
+    assert (tmp_path / "x" / "tensorboard" / "events").read_text().endswith(" 1")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
 def test_data_to_measure_on_may_be_given(target: Target, tmp_path: Path):
     lines: list[dict[str, Any]] = []
     held = sequences(10)

@@ -16,8 +16,9 @@ from draftwood.core.target import Target
 from draftwood.decoder import Decoder
 from draftwood.drafters.medusa.formats import load_heads
 from draftwood.training.loop import Schedule
-from draftwood.training.medusa import MedusaRecipe
-from draftwood.training.medusa_joint import JointRecipe, _add_weights, train_medusa_joint
+from draftwood.training.medusa import MedusaRecipe, make_heads
+from draftwood.training.medusa_joint import JointRecipe, _add_weights, _Joint, train_medusa_joint
+from draftwood.training.medusa_losses import head_losses
 from tests.training.test_medusa import FOLLOWS, VOCABULARY, llama, sequences, settings_of
 
 RECIPE = MedusaRecipe(heads=2, held_out=6, draft_vocabulary=28)
@@ -111,6 +112,51 @@ def test_heads_learn_faster_by_their_rate(target: Target, tmp_path: Path):
     train_medusa_joint(target, sequences(), tmp_path / "b", short, RECIPE, first=FIRST)
     still, moved = (load_heads(tmp_path / name, width=32, vocabulary=VOCABULARY).heads for name in "ab")
     assert not torch.equal(still.blocks[0].weight, moved.blocks[0].weight)
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+def test_a_bfloat16_model_loses_no_small_update(tmp_path: Path, lora: int | None):
+    """Most steps of 2e-5 are less than half the distance of two bfloat16 numbers of the size of weights."""
+    target = Target(llama(torch.bfloat16))
+    short = replace(JOINT, steps=12, learning_rate=1e-4 if lora else 2e-5, warmup=0)
+    joint = JointRecipe(lora=lora)
+    model, heads = train_medusa_joint(target, sequences(), tmp_path / "x", short, RECIPE, joint, first=FIRST)
+    assert {part.dtype for part in (*model.parameters(), *heads.parameters())} == {torch.bfloat16}
+    frequencies = [dict(one.named_buffers())["model.rotary_emb.inv_freq"] for one in (model, target.model)]
+    assert torch.equal(*frequencies) and frequencies[0].dtype == torch.float32
+    if lora is None:
+        before = dict(target.model.named_parameters())
+        moved = [(one != before[name]).float().mean() for name, one in model.named_parameters() if one.dim() > 1]
+        assert float(torch.stack(moved).mean()) > 0.5
+
+
+def test_what_the_losses_weigh_and_which_tokens_the_model_learns(target: Target):
+    """The sum of the model's loss and 0.2 x that of the heads, token by token; self-distilled, KL(before, now)."""
+    student, data = llama(), sequences(3)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    batch = data.at(torch.arange(3))
+    batch.learnt[1, 3:7] = False
+    heads = make_heads(target, data, RECIPE)
+    for teacher in (None, target.model):
+        objective = _Joint(student, student, heads, teacher, torch.float32, 0.8, JointRecipe())
+        loss, figures = objective(batch, 0, torch.Generator())
+        own, count = 0.0, 0
+        now = student(batch.tokens).logits.log_softmax(-1)
+        before = target.model(batch.tokens).logits.log_softmax(-1)
+        for row in range(3):
+            for place in range(1, 12):
+                if batch.learnt[row, place]:
+                    count += 1
+                    law = before[row, place - 1]
+                    kl = (law.exp() * (law - now[row, place - 1])).sum()
+                    own += float(-now[row, place - 1, batch.tokens[row, place]] if teacher is None else kl)
+        hidden = student.model(batch.tokens).last_hidden_state
+        expected = head_losses(heads, hidden, batch, None, decay=0.8)[0].item()
+        assert figures["model"].item() == pytest.approx(own / count, rel=1e-4)
+        assert loss.item() == pytest.approx(own / count + 0.2 * expected, rel=1e-4)
+    assert objective.rate("heads.blocks.0.weight") == 4.0 and objective.rate("model.lm_head.weight") == 1.0
 
 
 def test_heads_join_a_model_of_several_files(target: Target, tmp_path: Path):
