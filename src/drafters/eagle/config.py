@@ -10,6 +10,8 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...core.errors import InvalidRequest
 from ...core.target import Target
@@ -50,9 +52,13 @@ def llama_config(fields: Mapping[str, Any]) -> LlamaConfig:
         )
     known = {name: fields[name] for name in (*required, *_OPTIONAL) if fields.get(name) is not None}
     try:
-        return LlamaConfig(**known, num_hidden_layers=1, attention_bias=bool(fields.get("attention_bias")))
+        config = LlamaConfig(**known, num_hidden_layers=1, attention_bias=bool(fields.get("attention_bias")))
+        # transformers looks at these when a layer is built.
+        LlamaRotaryEmbedding(config)
+        ACT2FN[config.hidden_act]
     except (ValueError, TypeError, LookupError, ArithmeticError, StrictDataclassError) as error:
-        raise InvalidRequest(f"no Llama layer can have {known}: {error}") from error
+        raise InvalidRequest(f"no Llama layer can have {known}: {type(error).__name__}: {error}") from error
+    return config
 
 
 def layer_config(target: Target, **changes: Any) -> LlamaConfig:

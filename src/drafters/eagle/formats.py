@@ -8,7 +8,7 @@ weights disagree on what there is, the weights are right. A key that has no plac
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -78,7 +78,7 @@ def load_head(
         raise InvalidRequest(f"layer_ids must be 'before', 'after' or None, got {layer_ids!r}")
     found = _read(find_checkpoint(source, "head", [("config.json", *WEIGHTS)]))
     dtype = target.dtype if dtype is None else dtype
-    third = any(key.endswith("hidden_norm.weight") for key in found.weights)
+    third = _is_third(found.weights)
     if third and draft_tokens is not None:
         raise InvalidRequest("draft_tokens is for EAGLE-1 heads; an EAGLE-3 head's LM head has tokens of its own")
     head = _eagle3(found, target, layer_ids) if third else _eagle(found, target, draft_tokens)
@@ -143,7 +143,7 @@ def _read(folder: Path) -> _Checkpoint:
     config = read_json(config_file)
     file, weights = read_weights(folder, "head")
     named: dict[str, Tensor] = {}
-    third = any(key.endswith("hidden_norm.weight") for key in weights)
+    third = _is_third(weights)
     for key, value in weights.items():
         name = key.removeprefix("model.")
         for old, new in _RENAMED.items():
@@ -155,6 +155,8 @@ def _read(folder: Path) -> _Checkpoint:
         if name in named:
             raise InvalidCheckpoint(f"{str(file)!r}: {name!r} is there twice under different names")
         named[name] = value
+    if not isinstance(config.get("eagle_config") or {}, dict):
+        raise InvalidCheckpoint(f"{str(config_file)!r}: eagle_config must be an object, got {config['eagle_config']!r}")
     speculators = "speculators_model_type" in config
     layer = config.get("transformer_layer_config") if speculators else config
     if not isinstance(layer, dict):
@@ -169,6 +171,14 @@ def _read(folder: Path) -> _Checkpoint:
     return _Checkpoint(file, config_file, config, speculators, named)
 
 
+def _is_third(weights: Mapping[str, Tensor]) -> bool:
+    """Whether a head is EAGLE-3's: by any key that EAGLE-1 has not, so that a missing one is named as EAGLE-3's."""
+    plain = {key.removeprefix("model.") for key in weights}
+    return "norm.weight" in plain or any(
+        key.startswith("midlayer.") or key.endswith(".hidden_norm.weight") for key in plain
+    )
+
+
 def _eagle(found: _Checkpoint, target: Target, draft_tokens: Sequence[int] | Tensor | None) -> EagleHead:
     weights = found.weights
     if found.option("layernorms"):
@@ -181,14 +191,15 @@ def _eagle(found: _Checkpoint, target: Target, draft_tokens: Sequence[int] | Ten
         raise found.invalid(f"'embed_tokens.weight' is {list(embedding.shape)}, the target's is {list(expected)}")
     config = _config(found, "layers.0.")
     own = _draft_tokens(found, config.vocab_size, None)
-    chosen = own if draft_tokens is None else torch.as_tensor(draft_tokens)
+    chosen = own if draft_tokens is None else draft_tokens
     return EagleHead(config, fc_bias="fc.bias" in weights, draft_tokens=chosen)
 
 
 def _eagle3(found: _Checkpoint, target: Target, layer_ids: LayerIds | None) -> Eagle3Head:
     weights = found.weights
     width = found.option("target_hidden_size") or found.config.get("hidden_size")
-    rows = weights["lm_head.weight"].shape[0] if "lm_head.weight" in weights else None
+    lm_head = weights.get("lm_head.weight")
+    rows = None if lm_head is None or lm_head.dim() != 2 else lm_head.shape[0]
     embedding = weights.get("embed_tokens.weight")
     theirs: Any = target.model.get_input_embeddings().weight
     if embedding is not None and _same(embedding, theirs):
@@ -267,7 +278,7 @@ def _layers(found: _Checkpoint, target: Target, layer_ids: LayerIds | None) -> t
         if how is None:
             _warn(found, f"says nothing of {LAYER_IDS}; reading the inputs of blocks {layers}; {advice}")
         return layers if how != "after" else tuple(layer + 1 for layer in layers)
-    if not isinstance(ids, list) or not ids or not all(isinstance(layer, int) for layer in ids):
+    if not isinstance(ids, list) or not ids or any(type(layer) is not int for layer in ids):
         raise found.invalid(f"{LAYER_IDS} must be a list of block numbers, got {ids!r}", config=True)
     if how is None:
         _warn(

@@ -147,7 +147,7 @@ def test_eagle3_as_published(target, tmp_path):
         head = load_head(tmp_path, target)
     assert isinstance(head, Eagle3Head)
     assert head.feature_names == (2, 1, 0)
-    assert head.draft_tokens is not None
+    assert load(tmp_path, target, layer_ids="after").feature_names == (3, 2, 1)
     assert head.draft_tokens.tolist() == list(range(0, 80, 2))
     assert head.config.rope_parameters == {"rope_type": "linear", "factor": 4.0, "rope_theta": 300.0}
     assert (head.norm_before_residual, head.norm_output, head.fc_norm, head.embed_tokens) == (False, False, None, None)
@@ -281,12 +281,16 @@ BROKEN1: list[tuple[Change, str]] = [
     (field(hidden_size=64), r"config\.json.*features of width 64 \(hidden_size\), the target's are 32 wide"),
     (field(vocab_size=90), r"config\.json.*vocab_size is 90, the target has 96"),
     (field(num_attention_heads=5), r"config\.json.*no Llama layer can have"),
+    (field(rope_theta="far"), r"config\.json.*no Llama layer can have.*TypeError"),
+    (field(rope_scaling={"rope_type": "spiral", "factor": 2.0}), r"config\.json.*no Llama layer can have.*spiral"),
+    (field(eagle_config="none"), r"config\.json.*eagle_config must be an object, got 'none'"),
     (field(hidden_size=None), r"config\.json.*hidden_size must be a whole number >= 1, got None"),
     (field(num_hidden_layers=2), "num_hidden_layers is 2"),
     (field(layernorms=True), "extra norms are not supported"),
 ]
 BROKEN3: list[tuple[Change, str]] = [
     (without("norm.weight", "lm_head.weight"), r"no 'lm_head\.weight', 'norm\.weight'; a Eagle3Head needs it"),
+    (without("midlayer.hidden_norm.weight"), r"no 'midlayer\.hidden_norm\.weight'; a Eagle3Head needs it"),
     (without("d2t", "t2d"), r"'lm_head\.weight' has 40 rows for 96 tokens, but there is no 'd2t' or 't2d'"),
     (tensor("d2t", torch.zeros(39, dtype=torch.int64)), r"'d2t' has 39 tokens, 'lm_head\.weight' has 40 rows"),
     (tensor("d2t", -torch.arange(40)), "'d2t' does not name distinct token ids"),
@@ -298,6 +302,7 @@ BROKEN3: list[tuple[Change, str]] = [
     (field(target_hidden_size=64), "features of width 64"),
     (field(hidden_size=16, num_attention_heads=2), "no embed_tokens of its own"),
     (field(eagle_aux_hidden_state_layer_ids=[1, 2, 9]), r"\[1, 2, 9\] do not exist in a target of 3 blocks"),
+    (tensor("lm_head.weight", torch.tensor(1.0)), r"'lm_head\.weight' is \[\], expected \[40, 32\]"),
     (field(eagle_aux_hidden_state_layer_ids="all"), "must be a list of block numbers, got 'all'"),
     (field(eagle_aux_hidden_state_is="guess"), "must be one of"),
 ]

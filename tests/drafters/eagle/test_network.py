@@ -193,6 +193,8 @@ def test_layer_config_follows_the_target(target):
         ([-1], "from 0 to 95"),
         ([96], "0 to 95"),
         ([[1]], "list of"),
+        ([1.5], "list of"),
+        (["a"], "list of"),
     ],
 )
 def test_impossible_draft_tokens(target, tokens, message):
