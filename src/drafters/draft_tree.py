@@ -7,7 +7,7 @@ neither the network (a draft model, a view of the target, EAGLE's head) nor the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -44,6 +44,7 @@ class TreeShape:
         branching: children of each context, level by level; its length is the depth.
         nodes: most nodes of a row; the best ones stay. None keeps all.
         width: most contexts of a row that are continued at each level, the best ones; None continues all.
+        paths: the only nodes, each by the ranks of its path (0 is the eldest sibling); None for all.
 
     Raises:
         InvalidRequest: a number that is not whole or below 1, or no level.
@@ -52,6 +53,7 @@ class TreeShape:
     branching: tuple[int, ...]
     nodes: int | None = None
     width: int | None = None
+    paths: frozenset[tuple[int, ...]] | None = None
 
     def __post_init__(self) -> None:
         if not self.branching:
@@ -75,6 +77,13 @@ class TreeShape:
     def dynamic(cls, depth: int, nodes: int, width: int) -> TreeShape:
         """Returns EAGLE-2's tree (arXiv:2406.16858): the best nodes of `width` children of `width` contexts a level."""
         return cls((width,) * depth, nodes, width)
+
+    @classmethod
+    def of_paths(cls, paths: Iterable[Sequence[int]]) -> TreeShape:
+        """Returns the tree of these nodes, each a path of ranks; the paths that lead to a node must be among them."""
+        nodes = frozenset(map(tuple, paths))
+        levels = range(1, 1 + max(map(len, nodes)))
+        return cls(tuple(1 + max(path[-1] for path in nodes if len(path) == level) for level in levels), paths=nodes)
 
 
 def parse_shape(tree: Tree, gamma: int | None, nodes: int | None, width: int | None) -> TreeShape:
@@ -179,7 +188,7 @@ def grow(
         paths = [rows[row].path(node) for row, node in zip(owners, nodes, strict=True)]
         count = min(count, logits.shape[-1])  # no context has more continuations than there are tokens
         made = candidates(state, logits[owners, places], owners, count, paths, level, draft_tokens=draft_tokens)
-        _add_level(rows, owners, nodes, made, floors, sum(len(law) for law in laws))
+        _add_level(rows, owners, nodes, made, floors, sum(len(law) for law in laws), shape.paths)
         if made.law is not None:
             laws.append(made.law.flatten(0, 1))
         frontier = [tree.newest(shape) for tree in rows]
@@ -201,15 +210,17 @@ class _RowTree:
     scores: list[float] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
     laws: list[int] = field(default_factory=list)
+    ranks: list[tuple[int, ...]] = field(default_factory=list)
     sure: list[bool] = field(default_factory=list)  # whether the node may be continued
     level: int = 0  # the first node of the newest level
 
-    def add(self, parent: int, token: int, score: float, law: int, sure: bool) -> None:
+    def add(self, parent: int, token: int, score: float, law: int, ranks: tuple[int, ...], sure: bool) -> None:
         self.tokens.append(token)
         self.parents.append(parent)
         self.scores.append(score)
         self.columns.append(-1)
         self.laws.append(law)
+        self.ranks.append(ranks)
         self.sure.append(sure)
 
     def score(self, node: int) -> float:
@@ -230,6 +241,9 @@ class _RowTree:
     def newest(self, shape: TreeShape) -> list[int]:
         """The nodes of the newest level that are worth continuing: no later node can push them out by being better."""
         level = [node for node in self.best(shape.nodes) if node >= self.level and self.sure[node]]
+        if shape.paths is not None:
+            continued = {path[:-1] for path in shape.paths}
+            level = [node for node in level if self.ranks[node] in continued]
         if shape.width is not None:
             level = sorted(level, key=lambda node: -self.scores[node])[: shape.width]
         self.level = len(self.tokens)
@@ -273,13 +287,16 @@ def _add_level(
     made: Candidates,
     floors: Sequence[float],
     laws: int,
+    paths: frozenset[tuple[int, ...]] | None,
 ) -> None:
-    """Adds the siblings made in each context; not those that q gives no probability."""
+    """Adds the siblings made in each context; not those that q gives no probability, or that the shape leaves out."""
     for row, parent, tokens, gains in zip(owners, parents, made.tokens.tolist(), made.log_probs.tolist(), strict=True):
         tree, above = rows[row], rows[row].score(parent)
-        for law, (token, gain) in enumerate(zip(tokens, gains, strict=True), start=laws):
-            if gain > -math.inf:
-                tree.add(parent, token, above + gain, law, math.exp(gains[0]) >= floors[row])
+        elders = () if parent == ROOT else tree.ranks[parent]
+        for rank, (token, gain) in enumerate(zip(tokens, gains, strict=True)):
+            ranks = (*elders, rank)
+            if gain > -math.inf and (paths is None or ranks in paths):
+                tree.add(parent, token, above + gain, laws + rank, ranks, math.exp(gains[0]) >= floors[row])
         laws += len(tokens)
 
 

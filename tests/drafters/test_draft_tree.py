@@ -33,6 +33,7 @@ SHAPES = {
     "confident dynamic": (TreeShape.dynamic(2, 4, 2), 0.5),
     "tight budget": (TreeShape((2, 1, 1), 3, 2), 0.0),
     "one node": (TreeShape.dynamic(2, 1, 2), 0.0),
+    "paths": (TreeShape.of_paths([(0,), (1,), (0, 0), (1, 1)]), 0.0),
 }
 
 
@@ -181,6 +182,22 @@ def test_columns_are_where_the_network_read_the_nodes(q, depths, leaves):
                 assert grown.spelled(row, path) == ancestors
                 assert grown.spelled(row, (*path, 9)) == ancestors
     assert grown.spelled(0, [9]) == []
+
+
+def test_a_tree_of_paths_has_these_nodes_alone(monkeypatch):
+    def q(_row: int, path: Text) -> Tensor:
+        return torch.randperm(4, generator=torch.Generator().manual_seed(hash(path) % 2**63)).double().softmax(-1)
+
+    ranks = [(0,), (2,), (0, 1), (2, 0), (2, 1), (2, 1, 0)]
+    network = FakeNetwork(q, 2)
+    grown = grow_fake(monkeypatch, network, TreeShape.of_paths(ranks), [3, 2])
+    tokens: dict[Text, Text] = {(): ()}
+    for path in ranks:
+        above = tokens[path[:-1]]
+        tokens[path] = (*above, int(q(0, above).argsort(descending=True)[path[-1]]))
+    expected = [tokens[path] for path in ranks]
+    assert [sorted(paths) for paths in paths_of(grown.proposal)] == [sorted(expected), sorted(expected[:5])]
+    assert network.tree.width == 3  # (0,), (2,) and (2, 1): what nothing hangs on is not read
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,10 +22,15 @@ from ...core.packing import pack_linears
 from ...core.proposal import Proposal
 from ...core.state import DecodeState
 from ...core.target import Target
-from ..draft_tree import Tree, grow, parse_shape
+from ..draft_tree import Tree, TreeShape, grow, parse_shape
 from .formats import LayerIds, load_head
 from .network import Head
 from .reader import HeadReader
+
+# EAGLE-1's own tree (SafeAILab/EAGLE, eagle/model/choices.py), each digit a rank. It bears a name of Medusa's.
+PUBLISHED = {
+    "mc_sim_7b_63": ("0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001")
+}
 
 
 class Eagle(Drafter):
@@ -36,8 +41,8 @@ class Eagle(Drafter):
         depth: levels of the draft, 5 when None; with a branching `tree` it is their number.
         nodes: most nodes of a dynamic tree, 12 when None; EAGLE-2 on a large GPU takes 60.
         width: contexts that a dynamic tree continues at each level, and children it tries in each; 4 when None.
-        tree: `"dynamic"`, EAGLE-2's tree: the best nodes by the head's cumulative probability; `"chain"`; or children
-            of each context level by level, such as `(3, 2, 1)`.
+        tree: `"dynamic"`, EAGLE-2's tree: the best nodes by the head's cumulative probability; `"chain"`; children of
+            each context level by level, such as `(3, 2, 1)`; or `"mc_sim_7b_63"`, the 25 nodes of EAGLE-1's authors.
         confidence: the draft goes no further behind tokens where the head's top probability was below this.
         siblings: `"auto"` draws siblings with their law under rules that sample, which accepts most; `"chosen"` takes
             the most likely tokens at every temperature, as the papers' own code does.
@@ -57,7 +62,7 @@ class Eagle(Drafter):
         depth: int | None = None,
         nodes: int | None = None,
         width: int | None = None,
-        tree: Tree = "dynamic",
+        tree: Tree | Literal["mc_sim_7b_63"] = "dynamic",
         confidence: float = 0.0,
         siblings: Literal["auto", "chosen"] = "auto",
         layer_ids: LayerIds | None = None,
@@ -74,7 +79,7 @@ class Eagle(Drafter):
             raise InvalidRequest(
                 f"depth {depth} and the {len(tree)} levels of tree={tuple(tree)} contradict each other"
             )
-        self.shape = parse_shape(tree, depth, nodes, width)
+        self.shape = _shape(tree, depth, nodes, width)
         self.confidence = real_number("confidence", confidence, 0.0, 1.0, ends="[)")
         self.siblings = siblings
         self._checkpoint, self._layer_ids, self._draft_tokens = checkpoint, layer_ids, draft_tokens
@@ -106,6 +111,14 @@ class Eagle(Drafter):
     def session(self, state: DecodeState) -> DraftSession:
         """Returns the session that keeps the head's cache."""
         return _Session(self, state.target.prefill_chunk)
+
+
+def _shape(tree: Any, depth: int | None, nodes: int | None, width: int | None) -> TreeShape:
+    if not isinstance(tree, str) or tree not in PUBLISHED:
+        return parse_shape(tree, depth, nodes, width)
+    if (depth, nodes, width) != (None, None, None):
+        raise InvalidRequest(f"tree={tree!r} is fixed; depth, nodes and width do not go with it")
+    return TreeShape.of_paths([int(rank) for rank in path] for path in PUBLISHED[tree].split())
 
 
 class _Session(DraftSession):
