@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftwood import cli_eagle
 from draftwood.core.target import Target
 from draftwood.drafters.eagle.formats import load_head
+from draftwood.training import eagle
 from draftwood.training.data import pack, read_documents
 from draftwood.training.eagle import EagleRecipe, train_eagle
 from draftwood.training.loop import Schedule
@@ -87,6 +89,19 @@ def test_a_warm_start_in_vllms_layout_told_as_json(tiny: Path, tmp_path: Path):
     assert config["speculators_model_type"] == "eagle3"
     assert config["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(tiny)
+
+
+@pytest.mark.parametrize(("version", "steps", "rate", "warmup"), [(1, 100, 3e-5, 5), (3, 50_000, 5e-5, 2000)])
+def test_the_schedule_is_the_papers_by_default(
+    monkeypatch: pytest.MonkeyPatch, version: int, steps: int, rate: float, warmup: int
+):
+    seen: list[Schedule] = []
+    monkeypatch.setattr(cli_eagle, "load_target", lambda *_: None)
+    monkeypatch.setattr(cli_eagle, "read_both", lambda *_: (None, None))
+    monkeypatch.setattr(cli_eagle, "run_training", lambda _output, run, *_, **__: run({}))
+    monkeypatch.setattr(eagle, "train_eagle", lambda *given, **_: seen.append(given[3]))
+    good("train", "eagle", "some/model", "--data", "texts", "--out", "x", "--steps", steps, "--version", version)
+    assert (seen[0].learning_rate, seen[0].warmup, seen[0].clip) == (rate, warmup, 0.5)
 
 
 @pytest.mark.parametrize(
