@@ -59,14 +59,16 @@ def test_the_command_does_what_the_library_does_and_drafts(tiny: Path, tmp_path:
     assert with_draft["tokens"] == alone["tokens"] and with_draft["stats"]["drafted"] > 0
 
 
-def test_the_default_student_and_what_is_said(tiny: Path, tmp_path: Path):
+def test_a_student_that_shares_and_what_is_said(tiny: Path, tmp_path: Path):
     output = tmp_path / "draft"
-    done = good(*command(tiny, output, "--layers", "2"))
+    done = good(*command(tiny, output, "--layers", "2", "--shared", "--draft-vocabulary", "20"))
     assert done.stdout == f"{output}\n"
     assert f"--drafter draft-model --option model={output}" in done.stderr.replace("\n", "")
     settings = json.loads((output / "training.json").read_text())
     assert settings["keep_layers"] == [0, 1] and settings["recipe"]["loss"] == "forward"
-    assert settings["evaluation"].keys() == {"loss", "agreement", "acceptance", "tau", "greedy tau"}
+    assert settings["evaluation"].keys() == {"loss", "agreement", "acceptance", "coverage", "tau", "greedy tau"}
+    assert settings["recipe"]["shared"] and settings["recipe"]["draft_vocabulary"] == 20
+    assert json.loads((output / "config.json").read_text())["shared_with_target"] == ["embedding", "lm_head"]
 
 
 def test_a_student_is_trained_further(tiny: Path, tmp_path: Path):

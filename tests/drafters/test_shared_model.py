@@ -102,23 +102,17 @@ def test_the_text_is_that_of_plain_decoding(target: Target, saved: Path, shape: 
     assert max(generation.stats.tau for generation in done) > 1.2
 
 
-@pytest.mark.parametrize("shape", ["chain", "dynamic"])
-def test_drawn_drafts_have_their_law(target: Target, saved: Path, shape: str):
+def test_drawn_drafts_have_their_law(target: Target):
     """A law that was not the draft's own would not be accepted in full where the draft is the target."""
     whole = student(target, torch.arange(VOCABULARY).flip(0))
-    drafter = DraftModel(model=whole, gamma=4)
-    done = decode(target, drafter, rule="rejection", temperature=0.9, max_new_tokens=21)
+    done = decode(target, DraftModel(model=whole, gamma=4), rule="rejection", temperature=0.9, max_new_tokens=11)
     assert [generation.stats.tau for generation in done] == [5.0] * 4
-    settings: dict[str, Any] = {"rule": "rejection", "temperature": 0.9, "seed": 7}
-    drafter = DraftModel(model=saved, **SHAPES[shape])
-    together = tokens_of(decode(target, drafter, **settings))
-    assert together == tokens_of(decode(target, drafter, batch_size=1, **settings))
 
 
 def test_all_blocks_and_all_tokens_are_always_accepted(target: Target, tmp_path: Path):
     save_shared(student(target), tmp_path)
     done = Decoder(target, DraftModel(model=tmp_path, gamma=4)).generate(
-        PROMPTS, max_new_tokens=21, eos_token_id=[], batch_size=4
+        PROMPTS, max_new_tokens=11, eos_token_id=[], batch_size=4
     )
     assert [generation.stats.tau for generation in done] == [5.0] * 4
 

@@ -80,10 +80,9 @@ def test_a_batch_without_a_token_of_the_draft_vocabulary_teaches_nothing():
     assert not any(parameter.grad.any() for parameter in own.parameters() if parameter.grad is not None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_training_makes_a_student_draft_well(dtype: torch.dtype, tmp_path: Path):
-    target = sharp()
-    target = Target(target.model.to(dtype), target.tokenizer)
+def test_training_makes_a_student_of_a_target_in_bfloat16_draft_well(tmp_path: Path):
+    exact = sharp()
+    target = Target(exact.model.to(torch.bfloat16), exact.tokenizer)
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
     data = own_text(target, 60)
     lines: list[dict[str, Any]] = []
@@ -93,7 +92,7 @@ def test_training_makes_a_student_draft_well(dtype: torch.dtype, tmp_path: Path)
     first, last = lines[0]["evaluation"], lines[-1]["evaluation"]
     assert last["acceptance"] > first["acceptance"] + 0.1 and last["agreement"] > first["agreement"] + 0.1
     assert last["agreement"] <= last["coverage"] <= 1 and last["loss"] < first["loss"]
-    assert trained.dtype == dtype and not any(parameter.requires_grad for parameter in trained.parameters())
+    assert trained.dtype == torch.bfloat16 and not any(parameter.requires_grad for parameter in trained.parameters())
     assert committed(target, tmp_path / "out") == committed(target, trained) > 1.2
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.model.state_dict().items())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in target.model.parameters())
