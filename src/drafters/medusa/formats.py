@@ -258,6 +258,8 @@ class _Parts:
             place, self.tokens = name, tensor
         else:
             raise InvalidCheckpoint(f"{where} is none of Medusa heads, such as {_KNOWN}")
+        if place != "token_map" and not tensor.is_floating_point():
+            raise InvalidCheckpoint(f"{where} must hold floating-point numbers, got {tensor.dtype}")
         if place in self._where:
             raise InvalidCheckpoint(f"{where} is the same as the one at {self._where[place]}")
         self._where[place] = where

@@ -235,6 +235,7 @@ class Harmful:
             spoilt(lambda s: s.update({"medusa_head.0.2.weight": torch.ones(5, 8)}), "medusa-2", KEPT),
             r"'medusa_head.0.2.weight' has the shape \[5, 8\]; for a target of vocabulary 11 \(or 3 draft tokens\)",
         ),
+        (spoilt(lambda s: s.update({"1.0.linear.bias": s["1.0.linear.bias"].int()})), "bias' must hold floating-point"),
         (spoilt(lambda s: s.update(token_map=torch.tensor([1, 11]))), "'token_map' must be distinct ids from 0 to 10"),
         (spoilt(lambda s: s.update(token_map=torch.tensor([1, 1]))), "got 1 distinct ones among 2"),
         (spoilt(lambda s: s.update(token_map=torch.ones(2))), r"'token_map' must be a list of token ids, got \[2\]"),
