@@ -22,6 +22,7 @@ from draftwood.decoder import Decoder
 from draftwood.drafters.eagle.drafter import Eagle
 from draftwood.drafters.eagle.formats import load_head
 from draftwood.drafters.eagle.network import Eagle3Head
+from draftwood.drafters.eagle.probe import measure_agreement
 from draftwood.drafters.medusa.trees import expected_tau, greedy_tree
 from draftwood.training.data import Sequences
 from draftwood.training.eagle import AnyHead, EagleRecipe, make_head, train_eagle
@@ -187,6 +188,14 @@ def test_a_fresh_head_guesses_what_the_target_guessed_a_token_before():
             logits = head.logits(unroll(head, texts, features, 1)[0])
         ids = slice(None) if head.draft_tokens is None else head.draft_tokens
         torch.testing.assert_close(logits, expected[:, :-2, ids], rtol=1e-4, atol=1e-5)
+
+
+def test_agreement_is_that_of_the_guesses_behind_the_same_token():
+    target, texts = varied_target(), marked().tokens
+    head = make_head(target, marked(), EagleRecipe(3, layers=(0, 1, 3)))
+    guesses = target.model(texts).logits.argmax(-1)
+    a_token_before = (guesses[:, :-1] == guesses[:, 1:]).double().mean()
+    assert measure_agreement(head, target, texts.tolist()) == pytest.approx(float(a_token_before))
 
 
 def test_the_last_block_reads_the_normed_feature_as_it_reads_its_own_input():

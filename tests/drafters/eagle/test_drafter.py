@@ -47,6 +47,7 @@ from tests.verify.enumeration import LOSSLESS, runs
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain", "depth": 4},
     "static": {"tree": (3, 2, 1)},
+    "published": {"tree": "mc_sim_7b_63"},
     "dynamic": {"depth": 4, "nodes": 7, "width": 3},
     "hesitant": {"depth": 6, "confidence": 0.3},
 }
@@ -157,10 +158,12 @@ def test_no_stale_feature_is_ever_used(target, trained, kind, shape, rule):
     head = trained(kind)
     rounds, deepest = 0, 0
 
-    def check(state: DecodeState, reader: HeadReader, root: Tensor, reads: list[Any], _: Proposal) -> None:
+    def check(state: DecodeState, reader: HeadReader, root: Tensor, reads: list[Any], proposal: Proposal) -> None:
         nonlocal rounds, deepest
         rounds += 1
         for index, row in enumerate(state.rows):
+            drafted = tree_paths(proposal.tree)[index][: 1 + proposal.tree.sizes[index]]
+            assert max(map(len, drafted)) <= state.room(index)
             pairs = len(row.tokens) - 1
             assert reader.cache.lengths[index] == pairs
             reference = Reference(head, target, row.tokens)
@@ -191,6 +194,20 @@ def test_no_stale_feature_is_ever_used(target, trained, kind, shape, rule):
     assert deepest >= 2
     # Rounds in which something, or all, was refused leave the most behind.
     assert 1.0 < sum(generation.stats.tau for generation in done) / 4 < 4.0
+
+
+def test_the_draft_stops_where_the_head_is_unsure(target, eagle1):
+    stopped = set()
+
+    def check(state: DecodeState, _reader: Any, root: Tensor, reads: list[Any], _proposal: Any) -> None:
+        if state.room(0) > 1:
+            stopped.add(not reads)
+            assert (not reads) == (float(root.softmax(-1).max()) < 0.5)
+
+    spy = Spy(check, checkpoint=eagle1, depth=2, confidence=0.5)
+    spy.copy = lambda: spy  # type: ignore[method-assign]
+    decode(target, spy, batch_size=1)
+    assert stopped == {False, True}
 
 
 def test_what_a_head_reads_of_its_draft_is_forgotten(target, eagle1):
@@ -392,6 +409,7 @@ def test_a_head_keeps_its_own_target(target, eagle1):
         ({"depth": 0}, "depth must be a whole number >= 1, got 0"),
         ({"tree": (2, 1), "depth": 3}, r"depth 3 and the 2 levels of tree=\(2, 1\)"),
         ({"tree": "chain", "nodes": 3}, "nodes and width shape a tree='dynamic'"),
+        ({"tree": "mc_sim_7b_63", "nodes": 9}, "is fixed; depth, nodes and width do not go with it"),
         ({"tree": "bush"}, "tree must be 'chain', 'dynamic' or"),
         ({"confidence": 1.0}, "confidence must be a number in"),
         ({"siblings": "drawn"}, "siblings must be 'auto' or 'chosen', got 'drawn'"),
@@ -400,6 +418,12 @@ def test_a_head_keeps_its_own_target(target, eagle1):
 def test_options_that_cannot_work(options, message):
     with pytest.raises(InvalidRequest, match=message):
         Eagle(**{"checkpoint": "somewhere", **options})
+
+
+def test_eagle1s_own_tree_has_25_nodes():
+    shape = Eagle(checkpoint="somewhere", tree="mc_sim_7b_63").shape
+    assert shape.branching == (4, 3, 3, 3, 2) and shape.paths is not None and len(shape.paths) == 25
+    assert all(path[:-1] in shape.paths for path in shape.paths if len(path) > 1)
 
 
 def test_trees_and_heads_that_do_not_fit(target):
