@@ -17,6 +17,7 @@ from .core.registry import hookimpl
 from .core.target import Target
 from .core.tree import TokenTree
 from .decoder import Decoder, Generation, StreamStep
+from .serving import Exported, export
 from .study.explain import explain_parameters, explain_trace
 from .study.prompts import PromptSet, StudyPrompt, load_prompts
 from .study.report import Report
@@ -32,6 +33,7 @@ __all__ = [
     "Drafter",
     "DraftwoodError",
     "DuplicateName",
+    "Exported",
     "Generation",
     "InvalidCheckpoint",
     "InvalidRequest",
@@ -52,6 +54,7 @@ __all__ = [
     "compare",
     "explain_parameters",
     "explain_trace",
+    "export",
     "hookimpl",
     "load_prompts",
     "load_trace",

@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from . import cli_eagle, cli_heads, cli_study, cli_synthesis, cli_trace, cli_training
+from . import cli_eagle, cli_export, cli_heads, cli_study, cli_synthesis, cli_trace, cli_training
 from .cli_common import Commands, Device, DType, JsonFlag, Model, Packed, out, print_json, remark
 from .core.errors import InvalidRequest
 from .core.registry import Catalog
@@ -38,6 +38,7 @@ app.command()(cli_study.verify)
 app.command()(cli_study.theory)
 app.command()(cli_trace.explain)
 app.command()(cli_synthesis.synthesise)
+app.command()(cli_export.export)
 app.add_typer(cli_training.search, name="search")
 cli_training.train.command("medusa")(cli_heads.medusa)
 cli_training.train.command("medusa-2")(cli_heads.medusa_joint)

@@ -21,8 +21,10 @@ MAY_IMPORT = {
     "decoder": {"core", "plugins"},
     "as_generate": {"core", "plugins", "decoder"},
     "study": {"core", "plugins", "decoder"},
-    "__init__": {"core", "plugins", "decoder", "as_generate", "study"},
-    "cli": {"core", "plugins", "decoder", "as_generate", "study", "__init__"},
+    "serving": {"core", "drafters"},
+    "__init__": {"core", "plugins", "decoder", "as_generate", "study", "serving"},
+    "cli": {"core", "plugins", "decoder", "as_generate", "study", "serving", "__init__"},
+    "__main__": {"cli"},
     "training": {"core", "verify", "drafters", "plugins", "decoder", "study", "__init__"},
 }
 LAZILY = {"cli": {"training"}}
