@@ -171,6 +171,7 @@ def test_drawn_siblings_come_with_their_law(target, own, monkeypatch):
         target, Medusa(checkpoint=own, tree=TREE), monkeypatch, max_new_tokens=10, temperature=1.0, top_k=3,
         decoder={"rule": "rejection"},
     )  # fmt: skip
+    first = []  # what is guessed first behind the two guesses of head 0: drawn for each of them, not once
     for texts, _, proposal in noted:
         assert proposal.law is not None or not proposal.tree.width
         if proposal.law is None:
@@ -184,6 +185,8 @@ def test_drawn_siblings_come_with_their_law(target, own, monkeypatch):
                 torch.testing.assert_close(law.sum(), torch.tensor(1.0))
                 assert law[tokens[row][node]] > 0 and (law > 0).sum() == 3 - len(elders)
                 assert all(law[tokens[row][elder]] == 0 for elder in elders)
+            first += [[tokens[row][parents[row].index(above)] for above in (0, 1)]] if 1 in parents[row] else []
+    assert any(one != other for one, other in first)
 
 
 def test_the_best_guesses_everywhere_have_no_law(target, own, monkeypatch):
