@@ -112,12 +112,16 @@ def synthesise(
         on_chunk: called whenever texts were saved.
 
     Raises:
-        InvalidRequest: the tokenizer has no chat template, or `output` holds what other settings wrote.
+        InvalidRequest: the tokenizer has no chat template, a prompt does not end with a user turn, or `output` holds
+            what other settings wrote.
     """
     if not getattr(decoder.target.tokenizer, "chat_template", None):
         raise InvalidRequest("the target's tokenizer has no chat template; self-written text needs one")
     if prompts is not None and not prompts:
         raise InvalidRequest("prompts is empty; give at least one conversation, or None")
+    for number, chat in enumerate(prompts or ()):
+        if not chat or chat[-1].get("role") != "user":
+            raise InvalidRequest(f"prompts[{number}] must end with a user turn, got {str(chat)[-60:]!r}")
     samples = writing.samples if prompts is None else min(writing.samples, len(prompts))
     setup = json.loads(
         json.dumps({**asdict(writing), "model": fingerprint(decoder.target.model), "prompts": _digest(prompts)})
@@ -253,15 +257,20 @@ class _File:
     def save(self, lines: Sequence[str], done: Written) -> None:
         """Appends lines, and notes that they are there once they are on the disk."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._progress.exists():  # else a file whose writing was killed here would be a stranger's
+            self._note()
         with open(self._path, "ab") as file:
             file.write("".join(lines).encode())
             file.flush()
             os.fsync(file.fileno())
             self._size = file.tell()
         self.done = done
+        self._note()
+
+    def _note(self) -> None:
         partial = self._progress.with_name(self._progress.name + ".partial")
         with open(partial, "w", encoding="utf-8") as note:
-            json.dump({"settings": self._setup, "done": done._asdict(), "bytes": self._size}, note)
+            json.dump({"settings": self._setup, "done": self.done._asdict(), "bytes": self._size}, note)
             note.flush()
             os.fsync(note.fileno())
         partial.replace(self._progress)
@@ -270,7 +279,7 @@ class _File:
         try:
             note = json.loads(self._progress.read_text(encoding="utf-8"))
             begun, self.done, self._size = note["settings"], Written(**note["done"]), int(note["bytes"])
-            with open(self._path, "r+b") as file:
+            with open(self._path, "r+b" if self._size else "w+b") as file:
                 file.truncate(self._size)  # what a killed run had begun to write
                 for line in file:
                     self.first_time(json.loads(line)["messages"])

@@ -90,6 +90,32 @@ def test_a_run_that_is_stopped_gives_the_same_file(decoder, tmp_path):
     assert synthesise(decoder, parts, SMALL) == written  # there is nothing left to do
 
 
+def test_a_run_that_is_killed_before_its_first_note_goes_on(decoder, tmp_path, monkeypatch):
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    few = replace(SMALL, samples=8, batch_size=2)
+    synthesise(decoder, whole, few)
+
+    def killed(_: int) -> None:
+        if parts.exists():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("draftwood.training.synthesis.os.fsync", killed)
+        synthesise(decoder, parts, few)
+    assert parts.exists()
+    synthesise(decoder, parts, few)
+    assert parts.read_bytes() == whole.read_bytes()
+
+
+def test_neighbours_in_a_batch_do_not_matter(decoder, tmp_path):
+    files = [tmp_path / f"{size}.jsonl" for size in (1, 4)]
+    for file, size in zip(files, (1, 4), strict=True):
+        synthesise(decoder, file, replace(SMALL, samples=4, batch_size=size, top_p=0.9))
+    assert files[0].read_bytes() == files[1].read_bytes() != b""
+    synthesise(decoder, tmp_path / "all.jsonl", replace(SMALL, samples=4, top_p=1.0))
+    assert (tmp_path / "all.jsonl").read_bytes() != files[0].read_bytes()
+
+
 def test_another_seed_writes_other_texts(decoder, tmp_path):
     one, many = tmp_path / "one.jsonl", tmp_path / "many.jsonl"
     synthesise(decoder, one, Writing(samples=8, user_tokens=60, answer_tokens=12, batch_size=2))
@@ -180,5 +206,8 @@ def test_it_needs_a_chat_template(decoder, tmp_path):
     bare = Decoder(Target(decoder.target.model, chat_tokenizer(None)))
     with pytest.raises(InvalidRequest, match="no chat template"):
         synthesise(bare, tmp_path / "own.jsonl", SMALL)
+    for prompt in ([], [{"role": "system", "content": "w1"}]):
+        with pytest.raises(InvalidRequest, match=r"prompts\[0\] must end with a user turn"):
+            synthesise(decoder, tmp_path / "own.jsonl", SMALL, prompts=[prompt])
     with pytest.raises(InvalidRequest, match="prompts is empty"):
         synthesise(decoder, tmp_path / "own.jsonl", SMALL, prompts=[])
