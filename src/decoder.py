@@ -120,7 +120,8 @@ class Decoder:
             prompts: a prompt, or a list of prompts. A list of ints is one prompt of token ids, a list of
                 messages is one chat.
             batch_size: most texts decoded at once; a text that ends makes room for the next.
-            per_prompt: settings that differ between prompts, one mapping a prompt, over those in `settings`.
+            per_prompt: settings that differ between prompts, one mapping a prompt, over those in `settings`. A
+                prompt with a `seed` of its own is drawn as it would be alone, wherever it stands in the list.
             **settings: fields of `Limits` and every sampling field of transformers' `GenerationConfig`
                 (`temperature`, 0 by default which is greedy; `top_k`, `top_p`, `repetition_penalty`, ...) by
                 their own names, and `logits_processor` for processors of your own.
@@ -187,15 +188,23 @@ class Decoder:
         settings = {name: kept(value) for name, value in settings.items()}
         common = self._settings(settings)
         rows = []
-        for key, prompt in enumerate(prompts):
-            own = per_prompt[key] if per_prompt is not None else {}
-            rows.append(self._row(key, self.encode(prompt), self._settings({**settings, **own}) if own else common))
+        for index, prompt in enumerate(prompts):
+            own = per_prompt[index] if per_prompt is not None else {}
+            # A prompt with a seed of its own gets the text that it would get alone.
+            stream = 0 if "seed" in own else index
+            merged = self._settings({**settings, **own}) if own else common
+            rows.append(self._row(index, stream, self.encode(prompt), merged))
             rows[-1].stats.seconds = seconds
         return rows
 
     def _settings(self, settings: Mapping[str, Any]) -> _Settings:
         """Checks settings and builds what rows that share them also share."""
         limits, params = split_settings(settings)
+        if limits.max_time is not None and self.target.sharded:
+            raise InvalidRequest(
+                f"max_time={limits.max_time} ends a text by the clock of one process, and all that share the target "
+                "must end it together; use max_new_tokens"
+            )
         eos = self.target.eos_token_ids if limits.eos_ids is None else limits.eos_ids
         stopper = Stopper(
             eos,
@@ -225,7 +234,7 @@ class Decoder:
             for inner in ids:
                 self._check_ids(name, inner)
 
-    def _row(self, key: int, tokens: list[int], settings: _Settings) -> Row:
+    def _row(self, key: int, stream: int, tokens: list[int], settings: _Settings) -> Row:
         target, limits = self.target, settings.limits
         max_tokens = longest(limits, len(tokens), target.context_length)
         pipeline = compile_pipeline(settings.params, eos_token_ids=settings.eos, prompt=tokens, max_tokens=max_tokens)
@@ -236,8 +245,8 @@ class Decoder:
             max_tokens=max_tokens,
             pipeline=pipeline,
             stopper=settings.stopper.for_row(max_tokens),
-            source=SeededSource(limits.seed, key),
-            generator=draft_generator(limits.seed, key),
+            source=SeededSource(limits.seed, stream),
+            generator=draft_generator(limits.seed, stream),
         )
 
     def engine(self, rows: Iterable[Row]) -> Engine:

@@ -1,5 +1,7 @@
 """The Decoder at its boundary: prompts of every form, streams, and every kind of bad input."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
@@ -153,6 +155,16 @@ def test_iterators_of_processors_reach_every_prompt(target) -> None:
         [[5], [6]], logits_processor=iter([NotSeven()]), per_prompt=[{"seed": 1}, {"seed": 2}], max_new_tokens=3
     )
     assert [result.tokens for result in results] == [[9, 9, 9]] * 2
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_a_prompt_with_a_seed_of_its_own_is_drawn_as_it_would_be_alone(target, rule) -> None:
+    decoder = Decoder(target, "lookahead", rule=rule)
+    settings: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 12}
+    own = [{"seed": 3}, {"seed": 4}, {"seed": 3}, {}]
+    texts = [result.tokens for result in decoder.generate([[5, 6]] * 4, per_prompt=own, **settings)]
+    assert texts[:3] == [decoder.generate([5, 6], seed=seed, **settings).tokens for seed in (3, 4, 3)]
+    assert texts[3] not in texts[:3]  # those without draw from streams of their own
 
 
 def test_a_model_that_changed_asks_for_a_new_target() -> None:

@@ -19,7 +19,7 @@ class Row:
     """One text being decoded.
 
     Attributes:
-        key: index of the prompt in the call; together with the seed it fixes the row's randomness.
+        key: index of the prompt in the call.
         tokens: prompt and committed tokens.
         prompt_length: how many of `tokens` are the prompt.
         max_tokens: length at which the row ends, prompt included.
