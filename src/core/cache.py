@@ -100,6 +100,14 @@ class SlotCache(_AttentionOnly):
                 store[:, used:rows] = 0
         self.lengths += [0] * count
 
+    def reserve(self, slots: int) -> None:
+        """Makes room for rows of `slots` tokens, in one go: a long prompt is read in many forwards."""
+        capacity = self.capacity
+        while capacity < slots:
+            capacity *= 2
+        if capacity > self.capacity:
+            self._rebuild(self._rows, capacity)
+
     def select(self, rows: Sequence[int]) -> None:
         """Reorders and drops rows: row i becomes what row `rows[i]` was. Only rows that change place are moved."""
         if len(rows) > self._rows:
@@ -125,11 +133,7 @@ class SlotCache(_AttentionOnly):
         """
         lengths = self.lengths[first:]
         self._span = max(lengths, default=0) + opened + width
-        if self._span > self.capacity:
-            capacity = self.capacity
-            while capacity < self._span:
-                capacity *= 2
-            self._rebuild(self._rows, capacity)
+        self.reserve(self._span)
         self._first, self._width = first, width
         self._opened = opened
         self._uniform = lengths[0] + opened if len(set(lengths)) == 1 else None

@@ -20,6 +20,7 @@ from .sampling import process, tree_paths
 from .state import DecodeState, Row
 from .stats import Seconds
 from .target import Target
+from .tree import TokenTree
 
 
 class Step(NamedTuple):
@@ -90,6 +91,7 @@ class Engine:
         """Verifies a draft for the rows from `first` on. Reading prompts is a round too, with None for a draft."""
         rows = state.rows[first:]
         proposal = draft or Proposal.empty(len(rows))
+        drafted = proposal.tree  # where the drafter has it: on the host as a rule, where reading it is no copy
         began = time.perf_counter()
         pending = [row.tokens[length:] for row, length in zip(rows, state.cache.lengths[first:], strict=True)]
         scores = self.target.score(
@@ -98,7 +100,7 @@ class Engine:
         proposal = proposal.to(scores.logits.device)
         scored = time.perf_counter()
 
-        paths = tree_paths(proposal.tree) if any(row.pipeline.needs_history for row in rows) else None
+        paths = tree_paths(drafted) if any(row.pipeline.needs_history for row in rows) else None
         logits = process(rows, scores.logits, paths, one_hot_greedy=self.rule.samples)
         verdict = self.rule.verify(proposal, logits, [row.source for row in rows], [len(row.tokens) for row in rows])
         judged = time.perf_counter()
@@ -106,7 +108,7 @@ class Engine:
         verdict = _commit(rows, verdict)
         state.cache.keep(verdict.paths)
         if draft is not None:
-            _count(rows, proposal, verdict)
+            _count(rows, drafted, verdict)
         committed = time.perf_counter()
         seen = Observation(range(first, len(state.rows)), proposal, scores, verdict)
         session.observe(state, seen)
@@ -168,8 +170,7 @@ def _commit(rows: list[Row], verdict: Verdict) -> Verdict:
     return Verdict(paths, tokens)
 
 
-def _count(rows: list[Row], proposal: Proposal, verdict: Verdict) -> None:
-    tree = proposal.tree
+def _count(rows: list[Row], tree: TokenTree, verdict: Verdict) -> None:
     if tree.width:
         usable = tree.valid if tree.candidate is None else tree.valid & tree.candidate
         drafted, depth = torch.stack([usable.sum(1), (tree.depths * usable).amax(1)]).tolist()

@@ -111,8 +111,8 @@ def tree_masks(
         inner[:, pending:, pending:] = tree.ancestors
     uniform = len(set(lengths)) == 1
     if uniform:
-        committed = torch.ones(batch, columns - opened, lengths[0], dtype=torch.bool, device=device)
-        mask = torch.cat([committed, inner[:, opened:]], -1)
+        mask = torch.ones(batch, columns - opened, span, dtype=torch.bool, device=device)
+        mask[:, :, lengths[0] :] = inner[:, opened:]
     else:
         start = torch.tensor(lengths, device=device)[:, None]
         own = start + torch.arange(columns, device=device)  # [batch, columns]: the slot of every column
@@ -120,23 +120,29 @@ def tree_masks(
         mask.scatter_(2, own[:, None].expand(batch, columns - opened, columns), inner[:, opened:])
     masks = {}
     for kind in plan.kinds:
-        restricted = mask if kind == FULL else mask & _within(plan, kind, lengths, positions, span)[:, opened:]
+        restricted = mask if kind == FULL else mask & _within(plan, kind, lengths, positions, span, opened)
         masks[kind] = _additive(restricted, dtype)[:, None] if plan.additive else restricted[:, None]
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _within(plan: MaskPlan, kind: str, lengths: Sequence[int], positions: Tensor, span: int) -> Tensor:
-    """Which slots lie within a column's window or chunk, [batch, columns, span]; by position, not by slot."""
+def _within(
+    plan: MaskPlan, kind: str, lengths: Sequence[int], positions: Tensor, span: int, opened: int
+) -> Tensor | bool:
+    """Which slots lie within a column's window or chunk, [batch, columns - opened, span]; by position, not by slot.
+
+    Compared with one number a column, so that nothing of that shape is ever wider than a bool.
+    """
     batch, columns = positions.shape
     device = positions.device
     start = torch.tensor(lengths, device=device)[:, None]
     slots = torch.arange(span, device=device).expand(batch, span).clone()
     slots.scatter_(1, start + torch.arange(columns, device=device), positions)
+    asking = positions[:, opened:, None]
     if kind == SLIDING and plan.window is not None:
-        return positions[:, :, None] - slots[:, None] < plan.window
+        return slots[:, None] > asking - plan.window
     if kind == CHUNKED and plan.chunk is not None:
-        return positions[:, :, None] // plan.chunk == slots[:, None] // plan.chunk
-    return torch.ones(batch, columns, span, dtype=torch.bool, device=device)
+        return slots[:, None] // plan.chunk == asking // plan.chunk
+    return True
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -52,13 +52,14 @@ class Target:
     Args:
         model: any decoder-only model of transformers whose layers keep keys and values for every token.
         tokenizer: needed for text in and out, not for token ids.
-        prefill_chunk: most prompt tokens read in one forward; bounds the memory of long prompts.
+        prefill_chunk: most prompt tokens read in one forward, all its rows together; bounds the memory of long
+            prompts, of which the mask of a forward takes `prefill_chunk` bytes a token of context.
         packed: multiply by packed copies of the weights of linear layers (core/packing.py): on a CPU a pass over a
             tree then costs little more than one over a token. Takes the memory of these weights once more; logits
             differ from the model's by rounding.
 
     Raises:
-        InvalidRequest: `packed` for a model that is not on the CPU, or of a type that cannot be packed.
+        InvalidRequest: `packed` for a model that is sharded or not on the CPU, or of a type that cannot be packed.
         UnsupportedModel: the model cannot score trees; the message names what prevents it.
     """
 
@@ -73,6 +74,8 @@ class Target:
         if prefill_chunk < 1:
             raise InvalidRequest(f"prefill_chunk must be >= 1, got {prefill_chunk}")
         self.packed = switch("packed", packed)
+        if packed and _is_sharded(model):
+            raise InvalidRequest("packed=True is for models of one process; a tp_plan shards this one, leave it out")
         self.model = model = packed_copy(model) if packed else model
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
@@ -86,7 +89,13 @@ class Target:
 
     @classmethod
     def from_pretrained(
-        cls, source: str | Path, *, dtype: str | torch.dtype | None = None, packed: bool = False, **options: Any
+        cls,
+        source: str | Path,
+        *,
+        dtype: str | torch.dtype | None = None,
+        packed: bool = False,
+        prefill_chunk: int = 1024,
+        **options: Any,
     ) -> Target:
         """Loads a model and its tokenizer.
 
@@ -94,7 +103,9 @@ class Target:
             source: a directory, a hub id, a GGUF file, or `"smollm2"`, the packaged demo model.
             dtype: such as `"bfloat16"`; None keeps the type the weights are stored in.
             packed: as of `Target`.
-            **options: as of `draftwood.core.loading.load_model`.
+            prefill_chunk: as of `Target`.
+            **options: as of `draftwood.core.loading.load_model`, such as `device_map="auto"` or, under torchrun,
+                `tp_plan="auto"`.
 
         Raises:
             InvalidRequest: an option that cannot work.
@@ -104,7 +115,7 @@ class Target:
         from .loading import load_model
 
         model, tokenizer = load_model(source, dtype=dtype, **options)
-        return cls(model, tokenizer, packed=packed)
+        return cls(model, tokenizer, packed=packed, prefill_chunk=prefill_chunk)
 
     @property
     def device(self) -> torch.device:
@@ -115,6 +126,11 @@ class Target:
     def dtype(self) -> torch.dtype:
         """The type of the weights."""
         return self.model.dtype
+
+    @property
+    def sharded(self) -> bool:
+        """Whether several processes hold parts of each weight (`tp_plan`) and must do the very same work."""
+        return _is_sharded(self.model)
 
     @property
     def vocabulary_size(self) -> int:
@@ -196,15 +212,22 @@ class Target:
             head: False leaves out the LM head, and with it the logits, where only features or the cache are wanted.
         """
         widest = max(len(row) for row in pending)
-        if tree.width or widest <= self.prefill_chunk:
+        chunk = max(self.prefill_chunk // len(pending), 1)
+        if tree.width or widest <= chunk:
             return self._forward(cache, pending, tree, first, features, exit, opened, head)
-        parts = []
-        for start in range(0, widest, self.prefill_chunk):
-            part = [row[start : start + self.prefill_chunk] for row in pending]
-            parts.append(self._forward(cache, part, tree, first, features))
-        last = [(len(row) - 1) // self.prefill_chunk for row in pending]
-        logits = torch.stack([parts[part].logits[row] for row, part in enumerate(last)])
-        joined = {name: torch.cat([part.features[name] for part in parts], 1) for name in features}
+        cache.reserve(max(cache.lengths[first:]) + -(-widest // chunk) * chunk)
+        last = [(len(row) - 1) // chunk for row in pending]
+        ends: dict[int, Scores] = {}
+        captured: dict[FeatureName, list[Tensor]] = {name: [] for name in features}
+        for index, start in enumerate(range(0, widest, chunk)):
+            part = [row[start : start + chunk] for row in pending]
+            scores = self._forward(cache, part, tree, first, features, head=head)
+            if index in last:
+                ends[index] = scores
+            for name, parts in captured.items():
+                parts.append(scores.features[name])
+        logits = torch.stack([ends[part].logits[row] for row, part in enumerate(last)])
+        joined = {name: torch.cat(parts, 1) for name, parts in captured.items()}
         return Scores(logits, joined, [len(row) for row in pending])
 
     def _model_state(self) -> tuple[str, ...]:
@@ -333,3 +356,8 @@ class Target:
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.layers:
             raise InvalidRequest(f"the target has blocks 0 to {self.layers - 1}; no features of block {layer}")
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    # By its full tensor, since a torch that was built without distributed has no DTensor to compare types with.
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())

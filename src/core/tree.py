@@ -145,12 +145,20 @@ class TokenTree:
         """[batch, nodes] int64: 1 for a child of the last committed token."""
         return self.ancestors.sum(-1)
 
+    @cached_property
+    def height(self) -> int:
+        """Depth of the deepest column, padding included, 0 without columns; trees from the host bring it along."""
+        return int(self.depths.max()) if self.width else 0
+
     def to(self, device: torch.device | str) -> TokenTree:
         """Returns the same trees on `device`."""
         if self.tokens.device == torch.device(device):
             return self
         candidate = None if self.candidate is None else self.candidate.to(device)
-        return TokenTree(self.tokens.to(device), self.parents.to(device), self.sizes, candidate)
+        moved = TokenTree(self.tokens.to(device), self.parents.to(device), self.sizes, candidate)
+        if self.tokens.device.type == "cpu":  # a copy from the device would wait for all that it has been given to do
+            moved.__dict__["height"] = self.height
+        return moved
 
     def to_lists(self) -> tuple[list[list[int]], list[list[int]]]:
         """Returns (tokens, parents) as Python lists without padding: one device-to-host copy."""

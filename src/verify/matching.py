@@ -45,20 +45,15 @@ class Coupled:
     def verify(
         self, proposal: Proposal, logits: Tensor, sources: Sequence[RandomSource], positions: Sequence[int]
     ) -> Verdict:
-        """Accepts the longest path of picked tokens.
-
-        One device-to-host copy a round, and before it one of a single number: the depth of the deepest tree,
-        which says how much noise to send to the device.
-        """
+        """Accepts the longest path of picked tokens. One device-to-host copy a round."""
         tree, vocabulary = proposal.tree, logits.shape[-1]
         depths = torch.cat([tree.depths.new_zeros(tree.batch, 1), tree.depths], 1)  # [batch, 1 + nodes]
-        deepest = int(depths.max())
         noise = torch.stack(
             [
-                torch.stack([source.gumbel(position + depth, vocabulary) for depth in range(deepest + 1)])
+                torch.stack([source.gumbel(position + depth, vocabulary) for depth in range(tree.height + 1)])
                 for source, position in zip(sources, positions, strict=True)
             ]
-        ).to(logits.device)  # [batch, 1 + deepest, vocabulary]
+        ).to(logits.device)  # [batch, 1 + height, vocabulary]
         rows = torch.arange(tree.batch, device=logits.device)[:, None]
         # A constant added to log p moves no argmax, so that the logits need no softmax.
         return _follow(tree, (logits + noise[rows, depths]).argmax(-1))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import ClassVar
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -115,6 +118,43 @@ def test_full_acceptance_counts_the_bonus_token(target, plain) -> None:
     assert result.stats.tau == 5.0
     assert result.stats.acceptance_by_depth == [1.0] * 4
     assert result.stats.drafted == 4 * 4 * 2
+
+
+class Remote(torch.Tensor):
+    """Stands in for a tensor on an accelerator: whatever is computed from it is one too, and reading it is noted."""
+
+    READS = frozenset({"tolist", "item", "cpu", "numpy", "nonzero", "__int__", "__bool__", "__float__", "__index__"})
+    read: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        masks = func.__name__ == "__getitem__" and getattr(args[1], "dtype", None) == torch.bool
+        if func.__name__ in cls.READS or masks:
+            cls.read.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(("rule", "temperature"), [("greedy", 0.0), ("coupled", 1.0)])
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_a_round_copies_once_from_the_device(target, plain, monkeypatch, rule, temperature, batch_size) -> None:
+    score, rounds = target.score, []
+
+    def scored(*arguments, **named):
+        scores = score(*arguments, **named)
+        rounds.append(len(Remote.read))
+        return replace(scores, logits=scores.logits.as_subclass(Remote))
+
+    def moved(tree, _device):
+        there = TokenTree(tree.tokens.as_subclass(Remote), tree.parents.as_subclass(Remote), tree.sizes)
+        there.__dict__["height"] = tree.to("meta").height  # a meta tensor holds nothing: it was read before
+        return there
+
+    monkeypatch.setattr(target, "score", scored)
+    monkeypatch.setattr(Proposal, "to", lambda self, device: replace(self, tree=moved(self.tree, device)))
+    monkeypatch.setattr(Remote, "read", [])
+    decoder = Decoder(target, Scripted(plain, 3), rule=rule)
+    decoder.generate(PROMPTS, max_new_tokens=12, temperature=temperature, batch_size=batch_size, repetition_penalty=1.1)
+    assert rounds == list(range(len(rounds))) and Remote.read == ["tolist"] * len(rounds)
 
 
 def test_a_queue_keeps_the_batch_full(target, plain) -> None:

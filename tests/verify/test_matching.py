@@ -2,13 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.core.proposal import Proposal, Verdict
-from draftwood.core.rule import Rule, SeededSource
+from draftwood.core.rule import SeededSource
 from draftwood.core.tree import TokenTree
 from draftwood.verify import Coupled, Greedy
 from tests.verify.batches import VOCABULARY, Batch, batches
@@ -73,29 +72,3 @@ def test_of_repeated_siblings_the_one_with_the_longer_path_is_followed() -> None
     tree = TokenTree.from_lists([[2, 2, 1]], [[-1, -1, 1]])
     logits = torch.nn.functional.one_hot(torch.tensor([[2, 0, 1, 0]]), 3).double()
     assert Greedy().verify(Proposal(tree), logits, [SeededSource(0, 0)], [0]) == Verdict([[1, 2]], [[2, 1, 0]])
-
-
-@pytest.mark.parametrize(("rule", "copies"), [(Greedy(), 1), (Coupled(), 2)])
-@pytest.mark.parametrize("rows", [1, 5])
-def test_device_to_host_copies_of_a_round(rule: Rule, copies: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = TokenTree.from_lists([[1, 2, 3]] * rows, [[-1, 0, 0]] * rows)
-    logits, positions = torch.randn(rows, 4, VOCABULARY), [0] * rows
-    counted: list[str] = []
-
-    def counting(name: str) -> None:
-        original = getattr(torch.Tensor, name)
-
-        def count(tensor: torch.Tensor, *arguments: object) -> object:
-            counted.append(name)
-            return original(tensor, *arguments)
-
-        monkeypatch.setattr(torch.Tensor, name, count)
-
-    rowwise = [SeededSource(0, row) for row in range(rows)]
-    for row, source in enumerate(rowwise):
-        for depth in range(4):
-            source.gumbel(positions[row] + depth, VOCABULARY)  # the noise is made on the host, and kept
-    for name in ("tolist", "item", "cpu", "numpy", "__int__", "__bool__", "__float__", "__index__"):
-        counting(name)
-    rule.verify(Proposal(tree), logits, rowwise, positions)
-    assert len(counted) == copies

@@ -24,7 +24,7 @@ class HeadReader:
 
     Args:
         head: the head.
-        chunk: most columns read in one forward; bounds the memory of long prompts.
+        chunk: most columns read in one forward, those of all rows together; bounds the memory of long prompts.
 
     Attributes:
         cache: one slot for every pair read; `cache.lengths[i]` pairs of row i are in it.
@@ -56,10 +56,11 @@ class HeadReader:
             first: the first covered row; all from there on are covered.
         """
         counts = [len(row) for row in tokens]
-        for start in range(0, max(counts), self._chunk):
+        chunk = max(self._chunk // len(tokens), 1)
+        for start in range(0, max(counts), chunk):
             self._read_chunk(
-                [row[start : start + self._chunk] for row in tokens],
-                [row[start : start + self._chunk] for row in features],
+                [row[start : start + chunk] for row in tokens],
+                [row[start : start + chunk] for row in features],
                 first,
             )
 
