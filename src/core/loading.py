@@ -52,9 +52,10 @@ def load_model(
             converted once and kept under the user's cache directory; later loads read the converted copy.
         dtype: of the weights, such as `"bfloat16"` or `torch.float32`; None takes the checkpoint's own, but float32
             for the demo model on a CPU that would emulate its bfloat16.
-        device: where the weights go; None leaves them on the CPU.
+        device: where all weights go; None leaves them on the CPU, or where `device_map` or `tp_plan` puts them.
         attn_implementation: `"sdpa"`, `"eager"` ...; None takes the model's default.
-        options: passed on to `from_pretrained`, such as `revision`, `token` or `trust_remote_code`.
+        options: passed on to `from_pretrained`, such as `revision`, `token`, `trust_remote_code`, `device_map="auto"`
+            or, under torchrun, `tp_plan="auto"`.
 
     Raises:
         ModelNotFound: there is no model, or no tokenizer, at `source`.
@@ -65,6 +66,9 @@ def load_model(
     if source == DEMO_MODEL and dtype is None and device is None and emulates_bfloat16():
         dtype = torch.float32
     place = None if device is None else _parse_device(device)
+    for other in ("device_map", "tp_plan"):
+        if place is not None and options.get(other) is not None:
+            raise InvalidRequest(f"device={device!r} and {other}={options[other]!r} both place the weights; give one")
     options |= {"dtype": parse_dtype(dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation

@@ -77,7 +77,16 @@ class Auto(Drafter):
         return twin
 
     def bind(self, target: Target) -> None:
-        """Binds the drafter and measures what passes of the target take, unless that is known."""
+        """Binds the drafter and measures what passes of the target take, unless that is known.
+
+        Raises:
+            InvalidRequest: several processes share the target; each has a clock of its own.
+        """
+        if target.sharded:
+            raise InvalidRequest(
+                "auto drafts by the clock, and the processes that share a target must draft alike; "
+                "name the drafter itself, with a gamma of your choice"
+            )
         self.drafter.bind(target)
         self.features = self.drafter.features
         curve = self.curve or self._measured.get(target)
