@@ -42,6 +42,7 @@ ChatFlag = Annotated[
 
 DEMO_PROMPTS, DEMO_TOKENS = 6, 40
 DEMO_DRAFTERS = ["prompt-lookup"]
+TREE_NODES = 16
 
 
 def compare(
@@ -159,19 +160,25 @@ def theory(
     by_rank: Annotated[
         str | None, typer.Option(help="For trees: acceptance of the first, second, ... sibling, such as 0.6,0.2,0.1.")
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Nodes of the tree.")] = 16,
+    nodes: Annotated[int | None, typer.Option(help=f"Nodes of the tree.  [default: {TREE_NODES}]")] = None,
     json_output: JsonFlag = False,
 ) -> None:
     """Predict tokens a round and speedup from acceptance and cost, and when drafting does not pay."""
     if (alpha is None) == (by_rank is None):
         raise InvalidRequest("give either --alpha, for chains, or --by-rank, for trees")
+    if alpha is None and gamma is not None:
+        raise InvalidRequest(f"--gamma is of chains, with --alpha; a tree takes --nodes, got --gamma {gamma}")
+    if alpha is not None and nodes is not None:
+        raise InvalidRequest(f"--nodes is of trees, with --by-rank; a chain takes --gamma, got --nodes {nodes}")
     if alpha is None:
-        _tree_theory([parse_value(rate) for rate in (by_rank or "").split(",")], nodes, c, v, json_output)
+        acceptance = [parse_value(rate) for rate in (by_rank or "").split(",")]
+        _tree_theory(acceptance, TREE_NODES if nodes is None else nodes, c, v, json_output)
     else:
         _chain_theory(alpha, gamma, c, v, json_output)
 
 
 def _tree_theory(acceptance: list[Any], nodes: int, c: float, v: float, json_output: bool) -> None:
+    theories.check_costs(c, v)
     tree = theories.best_tree(acceptance, nodes)
     depth = tree.depth
     speed = tree.tokens / (depth * c + v)

@@ -267,6 +267,11 @@ def unsupported(tmp_path):
         (["theory"], "either --alpha"),
         (["theory", "--by-rank", "0.6,x"], "acceptance by rank must be probabilities"),
         (["theory", "--alpha", "2"], "alpha must be in [0, 1], got 2"),
+        (["theory", "--alpha", "0.5", "--c", "nan"], "c must be >= 0 and v > 0, both finite, got c=nan"),
+        (["theory", "--alpha", "0.5", "--v", "inf"], "both finite, got c=0.0, v=inf"),
+        (["theory", "--by-rank", "0.6,0.2", "--v", "0"], "c must be >= 0 and v > 0, both finite, got c=0.0, v=0.0"),
+        (["theory", "--by-rank", "0.6", "--gamma", "3"], "--gamma is of chains"),
+        (["theory", "--alpha", "0.5", "--nodes", "4"], "--nodes is of trees"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(tiny, tmp_path, arguments, message):

@@ -114,7 +114,7 @@ _TERMS = {
     "predicted": "speedup that theory gives for this acceptance, draft cost and verify cost",
     "tau": "mean tokens a round commits, the bonus token counted",
     "accepted by depth": "share of tokens accepted at depth 1, 2, ..., given that the ones before were",
-    "draft ms, verify ms, ...": "milliseconds a round",
+    "draft ms, verify ms, ...": "milliseconds a round; in a batch, over the texts that were in it",
     "accepted by rank": "how often the eldest sibling, the second, ... is the accepted one",
     "peak MB": "most memory in use: of the accelerator or, on a CPU, of the whole process, models included",
     "alpha, gamma, c, v": "acceptance probability, mean draft depth, cost of a draft level and of a verifying pass "

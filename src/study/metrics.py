@@ -90,7 +90,7 @@ class Row:
         acceptance_by_depth: accepted at depth d, over rounds that got so far and drafted to d.
         acceptance_by_rank: how often the r-th sibling is the accepted one, over nodes that had so many.
         drafted_by_round: mean drafted nodes a round.
-        seconds_per_round: mean seconds of a round by phase.
+        seconds_per_round: mean seconds of a round by phase; in a batch, over the texts that were in it.
         seconds_by_width: mean seconds from the draft's end to the commit, by columns of the widest row.
         prefill_seconds: mean seconds a cell spends on reading prompts.
         theory: what acceptance and costs alone predict; None where nothing was drafted.

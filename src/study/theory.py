@@ -56,9 +56,18 @@ def speedup(alpha: float, gamma: int, c: float, v: float = 1.0) -> float:
     Raises:
         InvalidRequest: a value outside its range.
     """
-    if c < 0 or v <= 0:
-        raise InvalidRequest(f"c must be >= 0 and v > 0, got c={c!r}, v={v!r}")
+    check_costs(c, v)
     return expected_tokens(alpha, gamma) / (gamma * c + v)
+
+
+def check_costs(c: float, v: float) -> None:
+    """Refuses costs that no machine has.
+
+    Raises:
+        InvalidRequest: c below 0, v not above it, or either not finite.
+    """
+    if not (0 <= c < math.inf and 0 < v < math.inf):
+        raise InvalidRequest(f"c must be >= 0 and v > 0, both finite, got c={c!r}, v={v!r}")
 
 
 def best_gamma(alpha: float, c: float, v: Callable[[int], float] | None = None) -> int:

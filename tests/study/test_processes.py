@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -82,3 +83,11 @@ def test_under_a_launcher_the_first_process_tells_and_a_directory_is_needed(tiny
         assert done.exit_code == 0 and bool(done.stdout) is tells
         assert (tmp_path / "index.html").exists() is tells
         assert (tmp_path / RESULTS).read_bytes().count(b"\n") == 1
+
+
+def test_launchers_can_run_the_package_as_a_module(monkeypatch, capsys):
+    """`accelerate launch -m draftwood` and `torchrun -m draftwood` ask for this."""
+    monkeypatch.setattr(sys, "argv", ["draftwood", "theory", "--alpha", "0.4", "--c", "0.5"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("draftwood", run_name="__main__")
+    assert ended.value.code == 0 and "do not draft" in capsys.readouterr().out
