@@ -124,7 +124,8 @@ def probe(target: Target) -> dict[int, LayerShape]:
     if not worst <= allowed:
         raise UnsupportedModel(
             f"{name} scores a token tree differently from its paths (relative error {worst:.2g}): its layers do not "
-            "follow position_ids and a 4-D attention_mask, or keep more than keys and values"
+            "follow position_ids and a 4-D attention_mask, keep more than keys and values, or quantise activations by "
+            "what else is in the pass, as dynamic quantisation by tensor does"
         )
     return recorder.layout
 

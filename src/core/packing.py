@@ -66,7 +66,7 @@ def _version(weight: Tensor) -> tuple[int, int]:
 def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Returns a copy of a model's modules that shares all its weights, with packed linears.
 
-    Layers of other classes than `torch.nn.Linear`, such as quantised ones, stay what they are.
+    Layers of other classes than `torch.nn.Linear`, and those whose weight is quantised, stay what they are.
 
     Args:
         model: on the CPU, in float32, or in bfloat16 where the CPU has instructions for it.
@@ -90,7 +90,9 @@ def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
     except (TypeError, RuntimeError) as error:
         raise UnsupportedModel(f"the modules of {type(model).__name__} cannot be copied: {error}") from error
     if not pack_linears(twin):
-        raise UnsupportedModel(f"{type(model).__name__} has no torch.nn.Linear layers to pack; leave packed=True out")
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no torch.nn.Linear layers that are not quantised; leave packed=True out"
+        )
     return twin
 
 
@@ -104,7 +106,7 @@ def pack_linears(module: nn.Module) -> int:
         (parent, name, child)
         for parent in module.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and child.weight.device.type == "cpu" and _packable(child.weight.dtype)
+        if type(child) is nn.Linear and _plain(child.weight)
     ]
     for parent, name, linear in linears:
         parent.register_module(name, PackedLinear(linear))
@@ -120,6 +122,11 @@ def check_fresh(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, PackedLinear) and part.stale:
             raise InvalidRequest(f"the weight of {name!r} was changed since it was packed; build a new Target")
+
+
+def _plain(weight: Tensor) -> bool:
+    # A quantised weight is a tensor of another class that calls itself float, in a linear layer like any other.
+    return type(weight) is nn.Parameter and weight.device.type == "cpu" and _packable(weight.dtype)
 
 
 def _packable(dtype: torch.dtype) -> bool:

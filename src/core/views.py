@@ -197,7 +197,8 @@ def _token_ids(tokens: Tensor, vocabulary: int) -> Tensor:
 def _rows(output: nn.Module, tokens: Tensor) -> nn.Module:
     """Returns an LM head that computes the logits of `tokens` alone, or, of an unusual one, picks them out."""
     # Anything else, quantised or adapted, multiplies by something else than its weight.
-    if not isinstance(output, nn.Linear) or type(output) not in (nn.Linear, PackedLinear):
+    plain = type(output) in (nn.Linear, PackedLinear) and type(output.weight) is nn.Parameter
+    if not isinstance(output, nn.Linear) or not plain:
         return _Picked(output, tokens)
     rows = nn.Linear(output.in_features, len(tokens), bias=output.bias is not None, device="meta")
     for name, parameter in output.named_parameters(recurse=False):
