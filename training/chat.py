@@ -86,7 +86,7 @@ def _render(
     chat = [dict(message) for message in messages]
     if not chat:  # a conversation that the assistant opens: templates want at least one message
         return ""
-    given = {} if tools is None else {"tools": list(tools)}
+    given: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
     try:
         return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt, **given))
     except (TemplateError, TypeError, ValueError) as error:  # a template may stumble over what a message holds
