@@ -25,6 +25,8 @@ RESULTS = "results.jsonl"
 class Store:
     """The finished cells of a study, in a directory or, without one, in memory.
 
+    Of a directory's cells only keys and drafters are held, so that a study of any length takes the same memory.
+
     Args:
         directory: made if it is missing; None keeps everything in memory.
 
@@ -35,7 +37,9 @@ class Store:
 
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory
-        self._records: list[Record] = []
+        self._records: list[Record] = []  # without a directory
+        self._lines: list[tuple[str, int, int]] = []  # with one: key, start and end of each record in the file
+        self._finished: dict[str, set[str]] = {}
         self._read = 0
         if directory is not None:
             try:
@@ -47,11 +51,21 @@ class Store:
     def records(self, keys: Iterable[str] | None = None) -> list[Record]:
         """Returns the records of the given cells, in the order in which they were written; all when None."""
         wanted = None if keys is None else set(keys)
-        return [record for record in self._records if wanted is None or record["key"] in wanted]
+        if self.directory is None:
+            return [record for record in self._records if wanted is None or record["key"] in wanted]
+        if not self._lines:
+            return []
+        path = self.directory / RESULTS
+        with open(path, "rb") as file:
+            return [
+                _parse(file.read(end - start), path, number)
+                for number, (key, start, end) in enumerate(self._lines, start=1)
+                if (wanted is None or key in wanted) and file.seek(start) >= 0
+            ]
 
     def finished(self, key: str) -> set[str]:
         """Returns the labels of the drafters that a cell already has."""
-        return {run["drafter"] for record in self.records([key]) for run in record["runs"]}
+        return set(self._finished.get(key, ()))
 
     @contextmanager
     def claim(self, key: str, *, wait: bool) -> Iterator[bool]:
@@ -75,6 +89,7 @@ class Store:
         """Writes a record down for good."""
         if self.directory is None:
             self._records.append(json.loads(json.dumps(record)))  # what a file would give back
+            self._note(record)
             return
         with self._locked(), open(self.directory / RESULTS, "ab+") as file:
             # The last line of a process that was killed while it wrote: no record, and none may be glued to it.
@@ -92,11 +107,17 @@ class Store:
             return
         with self._locked(), open(path, "rb") as file:
             file.seek(self._read)
-            new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        for line in whole.splitlines():
-            self._records.append(_parse(line, path, len(self._records) + 1))
-        self._read += len(whole)
+            # Line by line, since a study that goes on may have found gigabytes.
+            for line in file:
+                if not line.endswith(b"\n"):  # another process is killed, or is writing
+                    break
+                record = _parse(line, path, len(self._lines) + 1)
+                start, self._read = self._read, self._read + len(line)
+                self._lines.append((record["key"], start, self._read))
+                self._note(record)
+
+    def _note(self, record: Record) -> None:
+        self._finished.setdefault(record["key"], set()).update(run["drafter"] for run in record["runs"])
 
     def _locked(self) -> FileLock:
         if self.directory is None:
