@@ -184,7 +184,7 @@ class _Job:
                 "with LM heads of their own"
             )
         if self.dtype is not None:
-            heads = heads.to(parse_dtype(self.dtype))  # type: ignore[call-overload]
+            heads = heads.to(parse_dtype(self.dtype))
         if not heads.config.shared and heads.draft_tokens is not None:
             heads = _with_all_tokens(heads)
         with _appearing(self.place) as partial:
@@ -271,7 +271,7 @@ def _served(source: str | Path, target: Target) -> str:
     """Returns by what name an engine can load a target: a directory or hub id, never a GGUF file."""
     path = Path(source).expanduser()
     if source == DEMO_MODEL or path.is_file():
-        path = Path(target.model.config.name_or_path)  # the converted copy
+        path = Path(str(target.model.config.name_or_path))  # the converted copy
     return str(path.resolve()) if path.is_dir() else str(source)
 
 
@@ -320,7 +320,8 @@ def _all_rows(rows: Tensor, tokens: Tensor, size: int) -> Tensor:
 @torch.no_grad()
 def _resize(model: PreTrainedModel, size: int) -> None:
     """Cuts off or adds ids at the end of a model's vocabulary, of which the new ones are never the best."""
-    had = model.get_input_embeddings().weight.shape[0]
+    embedding: Any = model.get_input_embeddings()
+    had = embedding.weight.shape[0]
     model.resize_token_embeddings(size, mean_resizing=False)
     if size > had:
         output: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]

@@ -46,7 +46,7 @@ def save_for_engine(
     if isinstance(head, Eagle3Head):
         _in_order(head)
     if head.fc.bias is not None and not head.fc.bias.any():
-        head.fc.bias = None
+        head.fc.register_parameter("bias", None)
     _refuse(head, engine, layers)
     if engine == "vllm":
         _save_for_vllm(head, folder, target_name, depth)
@@ -55,7 +55,8 @@ def save_for_engine(
 
 
 def _save_for_vllm(head: EagleHead | Eagle3Head, folder: Path, target_name: str, depth: int) -> None:
-    attention = (head.midlayer if isinstance(head, Eagle3Head) else head.layers[0]).self_attn
+    layer: Any = head.midlayer if isinstance(head, Eagle3Head) else head.layers[0]
+    attention = layer.self_attn
     if attention.q_proj.bias is not None and attention.o_proj.bias is None:  # it has all four biases or none
         attention.o_proj.bias = nn.Parameter(torch.zeros_like(attention.o_proj.weight[:, 0]))
     if isinstance(head, Eagle3Head):
@@ -113,7 +114,7 @@ def _in_order(head: Eagle3Head) -> None:
 
 def _refuse(head: EagleHead | Eagle3Head, engine: Engine, layers: int) -> None:
     """Raises for what an engine would leave out without a word."""
-    third = isinstance(head, Eagle3Head)
+    third = head if isinstance(head, Eagle3Head) else None
     biased = {name for name, weight in head.named_parameters() if name.endswith(".bias") and weight.any()}
     biased.discard("fc.bias")
     lacking = []
@@ -123,8 +124,8 @@ def _refuse(head: EagleHead | Eagle3Head, engine: Engine, layers: int) -> None:
     else:
         known = () if third else ("q_proj.bias", "k_proj.bias", "v_proj.bias")
         lacking += [f"the bias {name}" for name in sorted(biased) if not name.endswith(known)]
-    if third:
-        lacking += _lacking_of_third(head, engine, layers)
+    if third is not None:
+        lacking += _lacking_of_third(third, engine, layers)
     if lacking:
         what = "EAGLE-3" if third else "EAGLE-1"
         raise InvalidRequest(f"{engine}'s {what} head has no place for {'; '.join(lacking)}")
