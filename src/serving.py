@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -185,10 +186,15 @@ class _Job:
             )
         if self.dtype is not None:
             heads = heads.to(parse_dtype(self.dtype))
-        if not heads.config.shared and heads.draft_tokens is not None:
-            heads = _with_all_tokens(heads)
+        tokens = heads.draft_tokens
         with _appearing(self.place) as partial:
-            save_heads(heads, partial, layout="vllm", base_model=served, target=target)
+            save_heads(_with_all_tokens(heads), partial, layout="vllm", base_model=served, target=target)
+            if tokens is not None and heads.config.shared:
+                file = partial / "model.safetensors"
+                weights = load_file(file)
+                rows = weights["lm_head.weight"]
+                weights["lm_head.weight"] = _all_rows(rows[tokens], tokens, vocabulary)
+                save_file(weights, file, metadata={"format": "pt"})
         return Exported("medusa", self.place, _command("vllm", served, "medusa", self.place, depth))
 
     def eagle(self, target: Target, served: str, kind: Kind) -> Exported:
@@ -297,13 +303,18 @@ def _weight_names(folder: Path) -> set[str]:
 
 
 def _with_all_tokens(heads: MedusaHeads) -> MedusaHeads:
-    """Returns heads over the whole vocabulary that draft the same: vLLM cuts only a shared LM head."""
+    """Returns heads over the whole vocabulary that draft the same, but for an LM head that they share.
+
+    vLLM 0.32 knows a reduced vocabulary, `token_map`, for a shared LM head alone, and its own check that all weights were
+    loaded then stops it.
+    """
+    tokens, rows = heads.draft_tokens, heads.lm_heads
+    if tokens is None:
+        return heads
     whole = MedusaHeads(heads.config)
     whole.blocks = heads.blocks
-    tokens, rows = heads.draft_tokens, heads.lm_heads
-    if tokens is None or rows is None:
-        raise InvalidRequest("only heads with LM heads of their own and a draft vocabulary have tokens to add")
-    whole.lm_heads = nn.Parameter(torch.stack([_all_rows(own, tokens, heads.config.vocabulary) for own in rows]))
+    if rows is not None:
+        whole.lm_heads = nn.Parameter(torch.stack([_all_rows(own, tokens, heads.config.vocabulary) for own in rows]))
     return whole
 
 

@@ -36,8 +36,18 @@ def default_device() -> str | None:
 
 
 def launched() -> tuple[int, int]:
-    """Returns this process's rank and how many there are, as launchers (`accelerate launch`, torchrun) say it."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    """Returns this process's rank and how many there are, as launchers say it."""
+    for rank, size in _LAUNCHERS:
+        if size in os.environ:
+            return int(os.environ.get(rank, "0")), int(os.environ[size])
+    return 0, 1
+
+
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),  # torchrun, accelerate
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
 
 
 @cache

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..core.checks import whole_number
 from ..core.errors import InvalidRequest
 from .default_prompts import PACKAGED
 from .spec import parse_spec
@@ -58,8 +59,8 @@ def load_prompts(source: Any = None, limit: int | None = None) -> PromptSet:
     Raises:
         InvalidRequest: the source is missing, malformed or empty, or the limit is below 1.
     """
-    if limit is not None and (isinstance(limit, bool) or limit < 1):
-        raise InvalidRequest(f"limit must be >= 1, got {limit!r}")
+    if limit is not None:
+        whole_number("limit", limit)
     if isinstance(source, PromptSet):
         return PromptSet(source.name, source.prompts[:limit])
     name, prompts = _read(source)
@@ -82,7 +83,7 @@ def _read(source: Any) -> tuple[str, list[StudyPrompt]]:
 
 def _from_file(path: Path) -> Iterator[StudyPrompt]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # `splitlines` would cut JSON at U+2028, too
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"cannot read prompts from {str(path)!r}: {error}") from error
     for number, line in enumerate(lines, start=1):
@@ -123,7 +124,11 @@ def _from_dataset(text: str) -> Iterator[StudyPrompt]:
         if wanted not in columns:
             raise InvalidRequest(f"data set {name!r}: give column= (and category=) out of {columns}, got {wanted!r}")
     for index, row in enumerate(rows):
-        turns = [row[column]] if isinstance(row[column], str) else list(row[column])
+        turns = [row[column]] if isinstance(row[column], str) else row[column]
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+            raise InvalidRequest(
+                f"data set {name!r}, row {index}: {column!r} is no text and no list of texts: {turns!r}"
+            )
         yield StudyPrompt(str(index), str(row[category]) if category else "text", tuple(turns))
 
 
@@ -132,12 +137,15 @@ def _from_object(index: str, entry: Any) -> StudyPrompt:
         return entry
     if isinstance(entry, str):
         return StudyPrompt(index, "text", (entry,))
-    entries = entry.tolist() if hasattr(entry, "tolist") else list(entry)
-    if entries and isinstance(entries[0], Mapping):
-        if entries[-1].get("role") != "user":
-            raise InvalidRequest(f"prompt {index}: a chat must end with a user message, got {entries[-1]!r}")
-        return StudyPrompt(index, "text", (entries[-1]["content"],), tuple(entries[:-1]))
-    return StudyPrompt(index, "text", ("",), tokens=tuple(entries))
+    entries = entry.tolist() if hasattr(entry, "tolist") else entry
+    if isinstance(entries, Sequence) and entries and all(isinstance(message, Mapping) for message in entries):
+        last = entries[-1]
+        if last.get("role") != "user" or not isinstance(last.get("content"), str):
+            raise InvalidRequest(f"prompt {index}: a chat must end with a user message, got {last!r}")
+        return StudyPrompt(index, "text", (last["content"],), tuple(entries[:-1]))
+    if isinstance(entries, Sequence) and all(isinstance(token, int) for token in entries):
+        return StudyPrompt(index, "text", ("",), tokens=tuple(entries))
+    raise InvalidRequest(f"prompt {index} must be a text, a chat or a list of token ids, got {entry!r}")
 
 
 def _in_turn(prompts: Iterable[StudyPrompt]) -> Iterator[StudyPrompt]:

@@ -138,7 +138,7 @@ class Report:
             The page.
 
         Raises:
-            InvalidRequest: the directory cannot be written.
+            InvalidRequest: the directory cannot be written, or holds the results of another study.
         """
         place = Path(directory)
         try:
@@ -149,7 +149,11 @@ class Report:
         return place / PAGE
 
     def _write(self, place: Path) -> None:
-        if not (place / RESULTS).exists():
+        if (place / RESULTS).exists():
+            kept = {record["key"] for record in read_records(place)}
+            if any(record["key"] not in kept for record in self.records):
+                raise InvalidRequest(f"{str(place / RESULTS)!r} holds another study; save this one elsewhere")
+        else:
             lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in self.records]
             _put(place / RESULTS, "".join(lines))
         _put(place / "report.json", json.dumps(self.to_json(), indent=1, ensure_ascii=False))

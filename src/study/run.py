@@ -91,9 +91,11 @@ def compare(
     _check_plugins(registry, specs, kinds)
     sizes = [("a batch size", size) for size in _listed("batch_sizes", batch_sizes)]
     _check_counts([("max_new_tokens", max_new_tokens), ("repeats", repeats), *sizes])
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InvalidRequest(f"seed must be a whole number, got {seed!r}")
     sets = _prompt_sets(prompts, limit)
+    targets = [target] if isinstance(target, Target | str | Path) else _listed("target", target)
     store = Store(None if directory is None else Path(directory))
-    targets = [target] if isinstance(target, Target | str | Path) else list(target)
     keys: list[str] = []
     for place, one in enumerate(targets):
         loaded = one

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import draftwood
 from draftwood.cli import app
+from draftwood.study.environment import launched
 from draftwood.study.store import RESULTS
 
 SETTINGS = {"limit": 4, "max_new_tokens": 4}
@@ -83,6 +84,14 @@ def test_under_a_launcher_the_first_process_tells_and_a_directory_is_needed(tiny
         assert done.exit_code == 0 and bool(done.stdout) is tells
         assert (tmp_path / "index.html").exists() is tells
         assert (tmp_path / RESULTS).read_bytes().count(b"\n") == 1
+
+
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")])
+def test_launchers_say_who_a_process_is(monkeypatch, names):
+    assert launched() == (0, 1)
+    for name, value in zip(names, ("1", "3"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert launched() == (1, 3)
 
 
 def test_launchers_can_run_the_package_as_a_module(monkeypatch, capsys):

@@ -64,6 +64,12 @@ def test_equal_ids_are_told_apart():
     assert [prompt.id for prompt in load_prompts(twice).prompts] == ["1", "1#1"]
 
 
+def test_only_newlines_end_a_line_of_json(tmp_path):
+    file = tmp_path / "question.jsonl"
+    file.write_text('{"turns": ["one\u2028two"]}\r\n{"turns": ["three"]}\n', encoding="utf-8")
+    assert [prompt.turns for prompt in load_prompts(file).prompts] == [("one\u2028two",), ("three",)]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -91,10 +97,15 @@ def test_other_bad_sources(tmp_path):
         (3, "must be a file"),
         ([], "no prompts in list"),
         ([chat], "must end with a user message"),
+        ([[{"role": "user"}]], "must end with a user message"),
+        ([1], "prompt 0 must be a text, a chat or a list of token ids, got 1"),
+        (["fine", None], "prompt 1 must be a text"),
+        ([["a", "b"]], "prompt 0 must be a text"),
+        ([load_prompts(limit=1), "file.txt"], "prompt 0 must be a text"),
         ("dataset:/nowhere/at/all,column=q", "cannot load the data set"),
     ]:
         with pytest.raises(InvalidRequest, match=message):
             load_prompts(source)
-    for limit in (0, -1, True):
-        with pytest.raises(InvalidRequest, match="limit must be >= 1"):
+    for limit in (0, -1, True, 2.5, "x"):
+        with pytest.raises(InvalidRequest, match="limit must be"):
             load_prompts(limit=limit)

@@ -127,6 +127,14 @@ def test_saving_again_does_not_touch_the_records(saved, tmp_path):
     assert (tmp_path / "speedup.svg").exists()  # one set of conditions needs no numbers
 
 
+def test_a_report_is_not_saved_over_another_study(saved, tmp_path):
+    shutil.copy(saved / "results.jsonl", tmp_path)
+    others = Report([{**record, "key": f"other {record['key']}"} for record in study().records])
+    with pytest.raises(InvalidRequest, match="holds another study"):
+        others.save(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["results.jsonl"]
+
+
 def test_pandas_has_a_line_a_row():
     frame = study().to_pandas()
     assert len(frame) == 6

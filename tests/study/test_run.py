@@ -184,7 +184,7 @@ def test_a_prompt_that_cannot_work_is_an_error_of_its_cell(tiny_target):
         ({"max_new_tokens": -5}, InvalidRequest, "max_new_tokens must be a whole number >= 1, got -5"),
         ({"repeats": 1.5}, InvalidRequest, "repeats must be a whole number >= 1"),
         ({"prompts": "missing.jsonl"}, InvalidRequest, "cannot read prompts"),
-        ({"limit": 0}, InvalidRequest, "limit must be >= 1"),
+        ({"limit": 0}, InvalidRequest, "limit must be a whole number >= 1"),
         ({}, ModelNotFound, "/nowhere"),
     ],
 )
