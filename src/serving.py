@@ -305,8 +305,8 @@ def _weight_names(folder: Path) -> set[str]:
 def _with_all_tokens(heads: MedusaHeads) -> MedusaHeads:
     """Returns heads over the whole vocabulary that draft the same, but for an LM head that they share.
 
-    vLLM 0.32 knows a reduced vocabulary, `token_map`, for a shared LM head alone, and its own check that all weights were
-    loaded then stops it.
+    vLLM 0.32 knows a reduced vocabulary, `token_map`, for a shared LM head alone, and there its own check that all
+    weights were loaded stops it.
     """
     tokens, rows = heads.draft_tokens, heads.lm_heads
     if tokens is None:
