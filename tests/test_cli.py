@@ -257,7 +257,7 @@ def unsupported(tmp_path):
         (["compare", "MODEL", "nope"], "no drafter 'nope'"),
         (["compare", "MODEL", "prompt-lookup:gamma"], "key=value"),
         (["compare", "MODEL", "--rule", "nope"], "no rule 'nope'"),
-        (["compare", "MODEL", "--limit", "0"], "limit must be >= 1, got 0"),
+        (["compare", "MODEL", "--limit", "0"], "limit must be a whole number >= 1, got 0"),
         (["compare", "MODEL", "--batch-size", "-2"], "got -2"),
         (["compare", "MODEL", "--temperature", "-2"], "got -2"),
         (["compare", "MODEL", "--prompts", "/nowhere.jsonl"], "cannot read prompts"),

@@ -14,6 +14,7 @@ SHIPPED = Path(__file__).parent.parent / "heads" / "smollm2-135m-instruct"
 DRAFTERS: dict[str, tuple[dict[str, Any], float]] = {
     "medusa": ({"checkpoint": SHIPPED / "medusa", "nodes": 12}, 1.2),
     "eagle": ({"checkpoint": SHIPPED / "eagle", "nodes": 8, "depth": 4}, 1.3),
+    "eagle3": ({"checkpoint": SHIPPED / "eagle3", "nodes": 8, "depth": 4}, 1.25),
     "draft-model": ({"model": SHIPPED / "draft-model", "gamma": 2}, 1.05),
     "layer-skip": ({"skip": SHIPPED / "layer-skip.json"}, 1.2),
 }

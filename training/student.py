@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftwood.core.anatomy import find_blocks, find_decoder
 from draftwood.core.checks import whole_number
 from draftwood.core.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel, VocabularyMismatch
-from draftwood.core.loading import load_model
+from draftwood.core.loading import load_model, new_model
 from draftwood.core.target import Target
 from draftwood.drafters.checkpoint_files import UNREADABLE, check_tensors, unreadable
 from draftwood.drafters.shared_model import is_shared, load_shared
@@ -86,8 +86,7 @@ def make_student(
         _check_kind(target)
         _set_width(text, whole_number("width", width))
     dtype = torch.promote_types(target.dtype, torch.float32)
-    with torch.random.fork_rng(devices=[]):  # what is drawn here is overwritten
-        student: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    student = new_model(config, dtype)
     if narrow:
         with torch.no_grad():
             _project(target, student, layers, counts)

@@ -78,6 +78,13 @@ def load_model(
     return model, tokenizer
 
 
+def new_model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns a causal language model of this configuration with random weights, which are to be overwritten."""
+    with torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    return model
+
+
 def emulates_bfloat16() -> bool:
     """Whether this CPU computes bfloat16 in software: a pass over 16 tokens then costs several times float32's."""
     able = torch.cpu.get_capabilities()

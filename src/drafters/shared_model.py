@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..core.errors import InvalidCheckpoint
+from ..core.loading import new_model
 from ..core.target import Target
 from ..core.views import embedding_and_head
 from .checkpoint_files import WEIGHTS, check_places, check_token_ids, read_json, read_weights, write_checkpoint
@@ -145,8 +146,7 @@ def _without_ends(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     text = config.get_text_config(decoder=True)
     size, padding = text.vocab_size, text.pad_token_id
     text.vocab_size, text.pad_token_id = 1, None
-    with torch.random.fork_rng(devices=[]):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    model = new_model(config, dtype)
     text = model.config.get_text_config(decoder=True)
     text.vocab_size, text.pad_token_id = size, padding
     return model

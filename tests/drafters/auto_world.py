@@ -110,7 +110,7 @@ class World:
             self.clock, self.truth, self.right, cost=self.cost, gamma=self.gamma, siblings=self.siblings
         )
         self.auto = Auto(of=self.guesser, curve=curve, clock=self.clock)
-        self.auto.bind(cast(Any, None))
+        self.auto.bind(cast(Any, SimpleNamespace(sharded=False)))
         self.widths: list[int] = []
 
     @property

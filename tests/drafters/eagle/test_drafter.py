@@ -235,8 +235,7 @@ def test_long_prompts_are_read_in_pieces(target, eagle1):
     whole = decode(target, drafter, prompts)
     assert tokens_of(done) == tokens_of(whole) == tokens_of(decode(target, "none", prompts))
     assert [generation.stats.tau for generation in done] == [generation.stats.tau for generation in whole]
-    assert max(widths) == 7
-    assert widths[:9] == [7] * 8 + [5]
+    assert widths[:30] == [2] * 30  # seven tokens among three rows; the longest prompt has sixty pairs
 
 
 def test_a_row_decodes_the_same_alone_and_in_a_batch(target, head):
