@@ -3,7 +3,7 @@
 HEADS = heads/smollm2-135m-instruct
 DEMO = draftwood compare smollm2 --demo --packed prompt-lookup lookahead:window=3,ngram=3,guesses=3 \
 	layer-skip:skip=layer-skip.json,gamma=2 draft-model:model=draft-model,gamma=2 \
-	medusa:checkpoint=medusa,nodes=4 eagle:checkpoint=eagle,nodes=4,depth=3
+	medusa:checkpoint=medusa,nodes=4 eagle:checkpoint=eagle,nodes=4,depth=3 eagle3:checkpoint=eagle3,nodes=4,depth=3
 
 ifndef PYTHON
 PYTHON := $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \
