@@ -246,9 +246,11 @@ class _File:
             raise InvalidRequest(f"{str(path)!r} exists and was not written here; give another file")
 
     def first_time(self, chat: Chat) -> bool:
-        """Tells whether no earlier conversation began with the same words of the user."""
-        first = next(message["content"] for message in chat if message["role"] == "user")
-        key = hashlib.sha256(" ".join(first.lower().split()).encode("utf-8", "surrogatepass")).digest()
+        """Tells whether no earlier conversation began alike: with the same user turn, or all of the same prompt."""
+        written = self._setup["prompts"] is None
+        begun = [next(message for message in chat if message["role"] == "user")] if written else chat[:-1]
+        words = [f"{message['role']} {' '.join(str(message['content']).lower().split())}" for message in begun]
+        key = hashlib.sha256("\n".join(words).encode("utf-8", "surrogatepass")).digest()
         if key in self._seen:
             return False
         self._seen.add(key)

@@ -123,6 +123,14 @@ def test_another_seed_writes_other_texts(decoder, tmp_path):
     assert one.read_bytes() != many.read_bytes()
 
 
+def test_prompts_that_differ_in_their_history_alone_are_all_answered(decoder, tmp_path):
+    ask = {"role": "user", "content": "w1"}
+    prompts = [[ask], [{"role": "system", "content": "w5"}, ask], [ask, {"role": "assistant", "content": "w6"}, ask]]
+    few = Writing(samples=3, answer_tokens=20, batch_size=1, temperatures=(1.0,))
+    written = synthesise(decoder, tmp_path / "answers.jsonl", few, prompts=prompts)
+    assert written.repeated == 0
+
+
 def test_what_a_user_has_said_before_is_left_out(decoder, tmp_path):
     path = tmp_path / "answers.jsonl"
     prompts = [[{"role": "user", "content": words}] for words in ("w1", "w2", " W1 ", "w3", "w2")]
