@@ -16,6 +16,7 @@ from draftwood.core.packing import PackedLinear
 from draftwood.core.tree import TokenTree
 from draftwood.core.views import head_of
 from tests.conftest import llama_config, tiny_model
+from tests.core.passes import every_kind_of_pass
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16]]
 
@@ -48,15 +49,7 @@ def test_the_users_model_is_left_as_it_was_and_shares_every_weight(model: PreTra
     assert all(isinstance(part, PackedLinear) for part in linears)
 
 
-@pytest.mark.parametrize(
-    ("drafter", "options"),
-    [
-        ("none", {}),
-        ("lookahead+prompt-lookup", {}),
-        ("layer-skip", {"skip": {"attention": [1], "mlp": [2]}}),
-        ("early-exit", {"exit_layer": 2, "tree": (2, 1)}),
-    ],
-)
+@every_kind_of_pass
 def test_every_kind_of_pass_gives_the_texts_of_the_packed_target(
     model: PreTrainedModel, drafter: str, options: dict[str, Any]
 ) -> None:

@@ -16,6 +16,7 @@ from draftwood.core.errors import UnsupportedModel
 from draftwood.core.packing import PackedLinear
 from draftwood.core.views import head_of, resumes_exactly
 from tests.conftest import llama_config, tiny_model
+from tests.core.passes import every_kind_of_pass
 from tests.study.tiny import save_tiny
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16]]
@@ -44,15 +45,7 @@ def texts(int8: PreTrainedModel) -> list[list[int]]:
     return [int8.generate(row, attention_mask=torch.ones_like(row), **given)[0, row.shape[1] :].tolist() for row in ids]
 
 
-@pytest.mark.parametrize(
-    ("drafter", "options"),
-    [
-        ("none", {}),
-        ("lookahead+prompt-lookup", {}),
-        ("layer-skip", {"skip": {"attention": [1], "mlp": [2]}}),
-        ("early-exit", {"exit_layer": 2, "tree": (2, 1)}),
-    ],
-)
+@every_kind_of_pass
 def test_every_kind_of_pass_gives_the_texts_of_the_quantised_model(
     int8: PreTrainedModel, texts: list[list[int]], drafter: str, options: dict[str, Any]
 ) -> None:
