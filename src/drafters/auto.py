@@ -1,6 +1,6 @@
 """Auto: drafts with another drafter as deep and as wide as pays on this machine and this text, or not at all.
 
-How much wider passes take is measured when it is bound; how often its drafter is right is watched as the text
+How much wider passes take is measured once a target; how often its drafter is right is watched as the text
 grows, also while nothing is submitted: a draft that was held back is compared with what the target says by itself.
 What may be lost is kept in an account (auto_costs.py), so that no text makes it slower than plain decoding by more
 than a few percent. It knows no drafter by name.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from ..core.errors import InvalidRequest
 from ..core.proposal import Proposal, Verdict
 from ..core.state import DecodeState
 from ..core.target import Scores, Target
-from .auto_costs import Clock, PassCosts, measure_passes
+from .auto_costs import Clock, PassCosts, pass_seconds
 from .auto_policy import LONGEST, Plan, Policy, RowMemory, Watch, follow, learn_level
 from .auto_trees import RowTree, cut, row_trees, seen_whole
 
@@ -45,7 +44,8 @@ class Auto(Drafter):
 
     Args:
         of: the drafter, of which a copy is bound.
-        seconds: most time spent on measuring the target when it is bound; once a target.
+        seconds: most time spent on measuring the target when it is bound; what another `auto` has measured on it in
+            as much time is taken over.
         curve: seconds of a pass by its number of tokens; nothing is measured then.
         clock: tells the time, in seconds.
 
@@ -68,13 +68,10 @@ class Auto(Drafter):
         self.curve = None if curve is None else _checked(curve)
         self.clock = clock
         self.policy = Policy(PassCosts(self.curve or {1: 1.0}))
-        self._measured: WeakKeyDictionary[Target, dict[int, float]] = WeakKeyDictionary()
 
     def copy(self) -> Auto:
-        """Returns a wrap of a copy of the drafter, which has learned nothing; passes measured are shared."""
-        twin = Auto(of=self.drafter.copy(), seconds=self.seconds, curve=self.curve, clock=self.clock)
-        twin._measured = self._measured
-        return twin
+        """Returns a wrap of a copy of the drafter, which has learned nothing."""
+        return Auto(of=self.drafter.copy(), seconds=self.seconds, curve=self.curve, clock=self.clock)
 
     def bind(self, target: Target) -> None:
         """Binds the drafter and measures what passes of the target take, unless that is known.
@@ -89,10 +86,7 @@ class Auto(Drafter):
             )
         self.drafter.bind(target)
         self.features = self.drafter.features
-        curve = self.curve or self._measured.get(target)
-        if curve is None:
-            curve = self._measured[target] = measure_passes(target, self.clock, self.seconds)
-        self.policy = Policy(PassCosts(curve))
+        self.policy = Policy(PassCosts(self.curve or pass_seconds(target, self.clock, self.seconds)))
 
     def session(self, state: DecodeState) -> DraftSession:
         """Returns a session that drives the drafter's."""

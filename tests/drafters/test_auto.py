@@ -18,7 +18,7 @@ from draftwood.core.target import Target
 from draftwood.core.tree import ROOT, TokenTree
 from draftwood.decoder import Decoder
 from draftwood.drafters.auto import Auto
-from draftwood.drafters.auto_costs import Account, PassCosts, measure_passes
+from draftwood.drafters.auto_costs import Account, Clock, PassCosts, measure_passes
 from draftwood.drafters.auto_policy import Acceptance, Plan, Policy, RowMemory
 from draftwood.drafters.auto_trees import IDLE, RowTree, cut, row_trees
 from draftwood.drafters.draft_model import DraftModel
@@ -292,17 +292,39 @@ def test_costs_interpolate_and_follow_the_rounds() -> None:
     assert costs.plain(1) == 2.0 and costs.drafted(1, 3) == pytest.approx(2.0 * (2 * 1.0 + 8 * 4.0) / 10)
 
 
-def test_passes_are_measured_once_a_target(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_keeps_to_its_budget(target: Target) -> None:
     ticks = iter(range(10**6))
     curve = measure_passes(target, lambda: float(next(ticks)), 1e9)
     assert sorted(curve)[:3] == [1, 2, 3] and set(curve.values()) == {1.0}
     short = measure_passes(target, lambda: float(next(ticks)), 0.0)
     assert sorted(short) == [1, 2]
-    auto = Auto(of=PromptLookup(), seconds=0.01)
-    first = Decoder(target, auto)
-    monkeypatch.setattr("draftwood.drafters.auto.measure_passes", lambda *_: pytest.fail("measured again"))
-    second = Decoder(target, auto)
-    assert first.drafter.policy is not second.drafter.policy  # type: ignore[attr-defined]
+
+
+def test_passes_are_measured_once_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Target] = []
+
+    def measure(target: Target, _clock: Clock, budget: float) -> dict[int, float]:
+        measured.append(target)
+        return {1: 1.0 + budget}
+
+    monkeypatch.setattr("draftwood.drafters.auto_costs.measure_passes", measure)
+    one, other = (Target(build("llama", num_hidden_layers=3)) for _ in range(2))
+    model = set(vars(one.model))
+    first = Decoder(one, "auto")
+    for drafter in ("auto", "prompt-lookup", Auto(of=Lookahead()), Auto(of=PromptLookup(), seconds=0.5)):
+        options = {"gamma": "auto"} if drafter == "prompt-lookup" else {}
+        decoder = Decoder(one, drafter, drafter_options=options)
+        assert isinstance(decoder.drafter, Auto)
+        assert decoder.drafter.policy is not first.drafter.policy  # type: ignore[attr-defined]
+        assert decoder.drafter.policy.costs.plain(1) == 2.5
+    assert measured == [one] and set(vars(one.model)) == model
+    Decoder(other, "auto")
+    view = one.over(one.model, one.blocks)
+    Decoder(view, "auto")
+    assert measured == [one, other, view]
+    Decoder(one, "auto", drafter_options={"seconds": 2.0})
+    Decoder(one, Auto(of=PromptLookup(), clock=lambda: 0.0))
+    assert measured == [one, other, view, one, one]
 
 
 # --- By name ---
