@@ -95,7 +95,7 @@ def read_weights(folder: Path, what: str) -> tuple[Path, dict[str, Tensor]]:
         what: what messages call the checkpoint, such as "head".
 
     Raises:
-        InvalidCheckpoint: there is no such file, or it holds something else than tensors by name.
+        InvalidCheckpoint: there is no such file, or it holds something else than tensors of finite numbers by name.
     """
     file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if file is None:
@@ -109,7 +109,30 @@ def read_weights(folder: Path, what: str) -> tuple[Path, dict[str, Tensor]]:
             content = torch.load(file, map_location="cpu", weights_only=True)
     except UNREADABLE as error:
         raise unreadable(file, error) from error
-    return file, dict(check_tensors(file, content))
+    weights = dict(check_tensors(file, content))
+    for key, value in weights.items():
+        check_finite(value, f"{str(file)!r}: {key!r}")
+    return file, weights
+
+
+def check_finite(values: Tensor, where: str) -> None:
+    """Checks that a tensor holds no NaN and no infinity, as a training that diverged leaves them.
+
+    Args:
+        values: any tensor.
+        where: file and key, for messages.
+
+    Raises:
+        InvalidCheckpoint: it does.
+    """
+    if not values.is_floating_point() or not values.numel():
+        return
+    if values.itemsize == 1:  # nothing is computed in eight bits
+        values = values.float()
+    # Least and greatest are NaN where any number is; this makes no mask as large as the weights.
+    if not torch.stack(values.aminmax()).isfinite().all():
+        wrong = int((~values.isfinite()).sum())
+        raise InvalidCheckpoint(f"{where} must hold finite numbers, got NaN or infinity at {wrong} of {values.numel()}")
 
 
 def check_places(file: Path, weights: Mapping[str, Tensor], places: Mapping[str, Tensor], what: str) -> None:

@@ -7,6 +7,7 @@ weights disagree on what there is, the weights are right. A key that has no plac
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import LlamaConfig
 
 from ...core.errors import InvalidCheckpoint, InvalidRequest
@@ -70,8 +72,8 @@ def load_head(
 
     Raises:
         ModelNotFound: there is no checkpoint at `source`.
-        InvalidCheckpoint: a file is broken, a key is missing, unknown or of the wrong shape, or a size is not the
-            target's; the message names file and key.
+        InvalidCheckpoint: a file is broken, a key is missing, unknown, of the wrong shape or not finite, d2t and t2d
+            contradict each other, or a size is not the target's; the message names file and key.
         InvalidRequest: an argument cannot work.
     """
     if layer_ids not in (None, "before", "after"):
@@ -185,14 +187,46 @@ def _eagle(found: _Checkpoint, target: Target, draft_tokens: Sequence[int] | Ten
         raise found.invalid("layernorms is true; EAGLE-1 heads with extra norms are not supported", config=True)
     # The target's own, whose values are frozen in training; only the size can tell that another target is meant.
     embedding = weights.pop("embed_tokens.weight", None)
-    weights.pop("lm_head.weight", None)
+    lm_head = weights.pop("lm_head.weight", None)
     expected = (target.vocabulary_size, target.config.hidden_size)
     if embedding is not None and tuple(embedding.shape) != expected:
         raise found.invalid(f"'embed_tokens.weight' is {list(embedding.shape)}, the target's is {list(expected)}")
     config = _config(found, "layers.0.")
     own = _draft_tokens(found, config.vocab_size, None)
+    if lm_head is not None and config.vocab_size == target.vocabulary_size:  # or the head is refused anyway
+        _compare_lm_head(found, target, lm_head, own)
     chosen = own if draft_tokens is None else draft_tokens
     return EagleHead(config, fc_bias="fc.bias" in weights, draft_tokens=chosen)
+
+
+def _compare_lm_head(found: _Checkpoint, target: Target, lm_head: Tensor, tokens: Tensor | None) -> None:
+    """Warns where an EAGLE-1 file has another LM head than the target's, which is the one that drafts."""
+    sizes = [target.vocabulary_size, *([] if tokens is None else [len(tokens)])]
+    width = target.config.hidden_size
+    if lm_head.dim() != 2 or lm_head.shape[0] not in sizes or lm_head.shape[1] != width:
+        expected = " or ".join(str([size, width]) for size in sizes)
+        raise found.invalid(f"'lm_head.weight' is {list(lm_head.shape)}, the target's is {expected}")
+    if not lm_head.is_floating_point():
+        raise found.invalid(f"'lm_head.weight' must hold floating-point numbers, got {lm_head.dtype}")
+    theirs: Any = getattr(target.model.get_output_embeddings(), "weight", None)  # type: ignore[no-untyped-call]
+    # Of a quantised LM head no number can be compared.
+    if type(theirs) is not Parameter or theirs.shape != (sizes[0], width) or not theirs.is_floating_point():
+        return
+    theirs = theirs.detach().cpu()
+    if tokens is not None and lm_head.shape[0] == len(tokens):
+        theirs = theirs[tokens]
+    if _same(lm_head, theirs):
+        return
+    pairs = zip(lm_head.split(4096), theirs.split(4096), strict=True)  # in pieces: in float32 they are gigabytes
+    squares = torch.tensor([[(a.float() - b.float()).square().sum(), b.float().square().sum()] for a, b in pairs])
+    apart, whole = squares.sum(0).sqrt().tolist()
+    difference = apart / whole if whole else math.inf
+    if not difference <= max(torch.finfo(kind).eps for kind in (lm_head.dtype, theirs.dtype)):
+        warnings.warn(
+            f"{str(found.file)!r}: 'lm_head.weight' is not the target's LM head, they differ by {difference:.1%} of "
+            "its norm. EAGLE-1 heads draft with the target's; one that was trained with another is accepted less often",
+            stacklevel=4,
+        )
 
 
 def _eagle3(found: _Checkpoint, target: Target, layer_ids: LayerIds | None) -> Eagle3Head:
@@ -261,6 +295,13 @@ def _draft_tokens(found: _Checkpoint, size: int, rows: int | None) -> Tensor | N
     distinct = len(set(tokens.tolist())) == len(tokens)
     if not len(tokens) or not distinct or int(tokens.min()) < 0 or int(tokens.max()) >= size:
         raise found.invalid(f"{name!r} does not name distinct token ids from 0 to vocab_size {size} - 1")
+    if offsets is not None and drafted is not None:
+        other = drafted.flatten().nonzero()[:, 0]
+        single = {*tokens.tolist()} ^ {*other.tolist()}
+        if single:
+            token = min(single)
+            alone = "d2t" if token in tokens else "t2d"
+            raise found.invalid(f"'d2t' and 't2d' contradict each other: token {token} is drafted by {alone!r} alone")
     return None if torch.equal(tokens, torch.arange(size)) else tokens
 
 

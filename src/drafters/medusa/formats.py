@@ -21,6 +21,7 @@ from ...core.errors import InvalidCheckpoint, InvalidRequest, ModelNotFound
 from ...core.target import Target
 from ..checkpoint_files import (
     UNREADABLE,
+    check_finite,
     check_tensors,
     check_token_ids,
     find_checkpoint,
@@ -260,6 +261,7 @@ class _Parts:
             raise InvalidCheckpoint(f"{where} is none of Medusa heads, such as {_KNOWN}")
         if place != "token_map" and not tensor.is_floating_point():
             raise InvalidCheckpoint(f"{where} must hold floating-point numbers, got {tensor.dtype}")
+        check_finite(tensor, where)
         if place in self._where:
             raise InvalidCheckpoint(f"{where} is the same as the one at {self._where[place]}")
         self._where[place] = where

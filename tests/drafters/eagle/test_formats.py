@@ -17,12 +17,10 @@ from torch import Tensor
 
 from draftwood.core.errors import InvalidCheckpoint, InvalidRequest, ModelNotFound
 from draftwood.core.target import Target
-from draftwood.drafters.eagle.config import layer_config
 from draftwood.drafters.eagle.formats import load_head, save_head
 from draftwood.drafters.eagle.network import Eagle3Head, EagleHead
-from draftwood.drafters.eagle.probe import probe_layer_ids
-from tests.conftest import VOCABULARY, llama_config, tiny_model
-from tests.drafters.eagle.heads import KINDS, REDUCED, greedy_texts, make_head, sure_target, train
+from tests.conftest import VOCABULARY
+from tests.drafters.eagle.heads import KINDS, REDUCED, make_head, sure_target
 
 WIDTH = 32
 
@@ -130,6 +128,22 @@ def test_eagle1_may_be_told_what_to_draft(target, tmp_path):
     assert head.draft_tokens.tolist() == [5, 3, 60]
     with pytest.raises(InvalidRequest, match="from 0 to 95"):
         load(tmp_path, target, draft_tokens=[500])
+
+
+@pytest.mark.parametrize("tokens", [None, [5, 3, 60]])
+def test_an_lm_head_in_an_eagle1_file_is_the_targets_or_warned_of(target, tmp_path, tokens):
+    theirs = target.model.get_output_embeddings().weight.detach()
+    drafted = {} if tokens is None else {"d2t": torch.tensor(tokens) - torch.arange(3)}
+    rows = theirs if tokens is None else theirs[tokens]
+    for same in (rows.clone(), rows.half(), theirs.clone(), theirs.bfloat16()):
+        load(write(tmp_path, LAYER, eagle1_weights() | drafted | {"lm_head.weight": same}), target)
+    write(tmp_path, LAYER, eagle1_weights() | drafted | {"lm_head.weight": rows * 1.25})
+    with pytest.warns(UserWarning, match=r"'lm_head\.weight' is not the target's LM head, they differ by 25\.0%"):
+        head = load_head(tmp_path, target)
+    assert "lm_head.weight" not in head.state_dict()
+    write(tmp_path, {**LAYER, "vocab_size": 90}, eagle1_weights() | drafted | {"lm_head.weight": rows.clone()})
+    with pytest.raises(InvalidCheckpoint, match="vocab_size is 90"):
+        load(tmp_path, target)
 
 
 def test_eagle1_of_qwen2_has_biases_in_front_of_the_attention_only(target, tmp_path):
@@ -278,6 +292,10 @@ BROKEN1: list[tuple[Change, str]] = [
         r"'embed_tokens\.weight' is \[80, 32\], the target's is \[96, 32\]",
     ),
     (tensor("fc.bias", torch.ones(32, dtype=torch.int64)), r"'fc\.bias' must hold floating-point numbers"),
+    (tensor("fc.bias", torch.full((32,), torch.nan)), r"'fc\.bias' must hold finite numbers, .* at 32 of 32"),
+    (tensor("embed_tokens.weight", values(96, 32).log()), r"'embed_tokens\.weight' must hold finite numbers"),
+    (tensor("lm_head.weight", values(80, 32)), r"'lm_head\.weight' is \[80, 32\], the target's is \[96, 32\]"),
+    (tensor("lm_head.weight", torch.ones(96, 32).int()), r"'lm_head\.weight' must hold floating-point numbers"),
     (field(hidden_size=64), r"config\.json.*features of width 64 \(hidden_size\), the target's are 32 wide"),
     (field(vocab_size=90), r"config\.json.*vocab_size is 90, the target has 96"),
     (field(num_attention_heads=5), r"config\.json.*no Llama layer can have"),
@@ -296,6 +314,18 @@ BROKEN3: list[tuple[Change, str]] = [
     (tensor("d2t", -torch.arange(40)), "'d2t' does not name distinct token ids"),
     (tensor("d2t", torch.full((40,), 60)), "'d2t' does not name distinct token ids from 0 to vocab_size 96"),
     (tensor("d2t", torch.zeros(40)), "'d2t' must be a list of whole numbers"),
+    (
+        tensor("d2t", torch.arange(40) - (torch.arange(40) > 2).long()),
+        "'d2t' and 't2d' contradict each other: token 5 is drafted by 'd2t' alone",
+    ),
+    (
+        tensor("t2d", torch.ones(96, dtype=torch.bool)),
+        "'d2t' and 't2d' contradict each other: token 1 is drafted by 't2d' alone",
+    ),
+    (
+        tensor("midlayer.mlp.up_proj.weight", torch.tensor([1.0, -torch.inf]).bfloat16().repeat(48, 16)),
+        r"'midlayer\.mlp\.up_proj\.weight' must hold finite numbers, got NaN or infinity at 768 of 1536",
+    ),
     (tensor("fc.weight", values(32, 64)), r"'fc\.weight' is \[32, 64\], expected \[32, 96\]"),
     (tensor("midlayer.self_attn.q_norm.weight", values(8)), r"unknown key 'midlayer\.self_attn\.q_norm\.weight'"),
     (tensor("model.norm.weight", values(32)), "'norm.weight' is there twice"),
@@ -372,29 +402,3 @@ def test_arguments_that_cannot_work(target, tmp_path):
         load(tmp_path, target, layer_ids="inside")
     with pytest.raises(InvalidRequest, match="draft_tokens is for EAGLE-1 heads"):
         load(tmp_path, target, layer_ids="before", draft_tokens=[1, 2])
-
-
-@pytest.mark.parametrize("meaning", ["before", "after"])
-def test_the_probe_tells_what_layer_ids_mean(tmp_path, meaning):
-    target = Target(tiny_model(llama_config(layers=5, heads=4)))
-    texts = greedy_texts(target, 24)
-    layers = (1, 2, 4)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        head = Eagle3Head(layer_config(target), layers=layers).double().attach(target)
-    train(head, target, texts, 30)
-    save_head(head, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["eagle_aux_hidden_state_is"]
-    config["eagle_aux_hidden_state_layer_ids"] = [layer - (meaning == "after") for layer in layers]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    found = probe_layer_ids(tmp_path, target, texts.tolist())
-    assert found.best == meaning
-    assert found.positions == 4 * 23
-    # On so few tokens much is learnt from the tokens alone, whatever the features are.
-    assert found.agreement[meaning] > min(found.agreement.values()) + 0.03
-    with pytest.raises(InvalidRequest, match="three tokens or more"):
-        probe_layer_ids(tmp_path, target, [[1, 2]])
-    write(tmp_path, LAYER, eagle1_weights())
-    with pytest.raises(InvalidRequest, match="is an EAGLE-1 head"):
-        probe_layer_ids(tmp_path, target, texts.tolist())

@@ -236,6 +236,11 @@ class Harmful:
             r"'medusa_head.0.2.weight' has the shape \[5, 8\]; for a target of vocabulary 11 \(or 3 draft tokens\)",
         ),
         (spoilt(lambda s: s.update({"1.0.linear.bias": s["1.0.linear.bias"].int()})), "bias' must hold floating-point"),
+        (spoilt(lambda s: s["1.0.linear.bias"].fill_(torch.nan)), "key '1.0.linear.bias' must hold finite numbers"),
+        (
+            spoilt(lambda s: s["medusa_head.0.2.weight"][3].fill_(torch.inf), "medusa-2"),
+            "key 'medusa_head.0.2.weight' must hold finite numbers, got NaN or infinity at 8 of 88",
+        ),
         (spoilt(lambda s: s.update(token_map=torch.tensor([1, 11]))), "'token_map' must be distinct ids from 0 to 10"),
         (spoilt(lambda s: s.update(token_map=torch.tensor([1, 1]))), "got 1 distinct ones among 2"),
         (spoilt(lambda s: s.update(token_map=torch.ones(2))), r"'token_map' must be a list of token ids, got \[2\]"),
