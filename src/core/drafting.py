@@ -5,6 +5,7 @@ Every drafter that has a distribution q uses `candidates`; none of them knows th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,12 +25,15 @@ class Candidates(NamedTuple):
             where a tree grows on. Drawn siblings get the log of the greatest values of q, not of their own, since
             a decision that knows what was drawn would bias its law. Where the coupled rule has fixed the noise,
             the likelihood is softmax(log q + noise).
-        law: [contexts, count, vocabulary] float32, or None when the tokens were chosen.
+        law: [contexts, count, columns] float32, or None when the tokens were chosen.
+        columns: [columns] int64, the target's id of each column of the law; None when they are all its tokens. The
+            same in all levels of a round.
     """
 
     tokens: Tensor
     log_probs: Tensor
     law: Tensor | None
+    columns: Tensor | None = None
 
 
 def candidates(
@@ -59,32 +63,47 @@ def candidates(
         depth: depth of the siblings in the tree, the same for all contexts; 1 for children of the root.
         draft_tokens: [draft vocabulary] int64, the target's id of each column of `logits`; None when they are all.
     """
+    vocabulary = state.target.vocabulary_size
+    if draft_tokens is not None and not all(row.pipeline.blind for row in state.rows):
+        # These processors go by the target's ids.
+        logits, draft_tokens = spread(logits, draft_tokens, vocabulary), None
     rowset = [state.rows[row] for row in rows]
-    if draft_tokens is not None and not (state.style == "chosen" and all(row.pipeline.idle for row in rowset)):
-        # Processors, noise and laws go by the target's ids.
-        logits, draft_tokens = spread(logits, draft_tokens, state.target.vocabulary_size), None
     logits = process(rowset, logits[:, None], None if paths is None else [[list(path)] for path in paths])
-    log_q = torch.log_softmax(logits[:, 0].float(), -1)  # [contexts, vocabulary]
+    log_q = torch.log_softmax(logits[:, 0].float(), -1)  # [contexts, columns]
+    ids = None if draft_tokens is None else draft_tokens.to(log_q.device)
     if state.style == "chosen":
         top = log_q.topk(count, -1)
-        tokens = top.indices if draft_tokens is None else draft_tokens.to(top.indices.device)[top.indices]
-        return Candidates(tokens, top.values, None)
-    vocabulary = log_q.shape[-1]
+        return Candidates(top.indices if ids is None else ids[top.indices], top.values, None, ids)
     if state.style == "coupled":
-        drawn = [row.source.gumbel(len(row.tokens) + depth - 1, vocabulary) for row in rowset]
+        noise = torch.stack([row.source.gumbel(len(row.tokens) + depth - 1, vocabulary) for row in rowset])
+        noise = noise.to(log_q.device) if ids is None else noise.to(log_q.device)[:, ids]
     else:
-        drawn = [_gumbel(row.generator, vocabulary) for row in rowset]
+        noise = torch.stack([_gumbel(row.generator, log_q.shape[-1]) for row in rowset]).to(log_q.device)
     greedy = torch.tensor([row.pipeline.greedy for row in rowset], device=log_q.device)[:, None]
-    noise = torch.stack(drawn).to(log_q.device).masked_fill(greedy, 0.0)  # a row at temperature 0 chooses
-    noisy = log_q + noise
+    noisy = log_q + noise.masked_fill(greedy, 0.0)  # a row at temperature 0 chooses
     top = noisy.topk(count, -1)
+    tokens = top.indices if ids is None else ids[top.indices]
     if state.style == "coupled":
-        return Candidates(top.indices, top.values - noisy.logsumexp(-1, keepdim=True), None)
+        return Candidates(tokens, top.values - noisy.logsumexp(-1, keepdim=True), None, ids)
     law = _sibling_law(log_q.exp(), top.indices, greedy[:, :, None])
-    return Candidates(top.indices, log_q.topk(count, -1).values, law)
+    return Candidates(tokens, log_q.topk(count, -1).values, law, ids)
 
 
-def spread(logits: Tensor, draft_tokens: Tensor, vocabulary: int) -> Tensor:
+def law_of_nodes(laws: Sequence[Tensor], index: Tensor, columns: Tensor | None, vocabulary: int) -> Tensor:
+    """Returns the law of every node of a proposal, [batch, nodes, vocabulary].
+
+    Args:
+        laws: of the candidates made, level by level, [contexts, count, columns] each.
+        index: [batch, nodes] int64, for each node which candidate of all it is.
+        columns: of the candidates.
+        vocabulary: how many tokens the target has.
+    """
+    law = torch.cat([part.flatten(0, 1) for part in laws])
+    law = law[index.to(law.device)]
+    return law if columns is None else spread(law, columns, vocabulary, 0.0)
+
+
+def spread(logits: Tensor, draft_tokens: Tensor, vocabulary: int, rest: float = -math.inf) -> Tensor:
     """Returns logits [..., draft vocabulary] as [..., vocabulary]; tokens that cannot be drafted get -inf.
 
     A softmax renormalises q over the tokens that can be drafted, which keeps verification lossless: q may be any law.
@@ -93,8 +112,9 @@ def spread(logits: Tensor, draft_tokens: Tensor, vocabulary: int) -> Tensor:
         logits: [..., draft vocabulary].
         draft_tokens: [draft vocabulary] int64, the target's id of each.
         vocabulary: how many tokens the target has.
+        rest: what tokens get that cannot be drafted.
     """
-    everywhere = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
+    everywhere = logits.new_full((*logits.shape[:-1], vocabulary), rest)
     return everywhere.index_copy_(-1, draft_tokens.to(logits.device), logits)
 
 

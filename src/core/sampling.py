@@ -81,6 +81,11 @@ class Pipeline:
         """Whether logits are log-weights already: greedy and nothing to process."""
         return self.greedy and not self.history and not self.memoryless
 
+    @property
+    def blind(self) -> bool:
+        """Whether no step asks which token a score is of, so that the scores of some tokens can be processed alone."""
+        return not self.history and all(step.kind in _BLIND for step in self.memoryless)
+
     @cached_property
     def history_key(self) -> Hashable:
         """Equal for pipelines whose `history` does the same."""
@@ -320,6 +325,22 @@ def _merge(steps: list[Step], params: SamplingParams) -> list[Step]:
     own = {id(one): Step(type(one), id(one), True, lambda *_, one=one: one) for one in params.logits_processor or ()}
     merged = [next((mine for mine in own.values() if mine.kind is step.kind), step) for step in steps]
     return merged + [mine for mine in own.values() if mine not in merged]
+
+
+_BLIND = frozenset(
+    {
+        hf.TemperatureLogitsWarper,
+        hf.TopHLogitsWarper,
+        hf.TopKLogitsWarper,
+        hf.TopPLogitsWarper,
+        hf.MinPLogitsWarper,
+        hf.TypicalLogitsWarper,
+        hf.EpsilonLogitsWarper,
+        hf.EtaLogitsWarper,
+        hf.LogitNormalization,
+    }
+)
+"""Processors to which a token that is left out is one with a score of -inf."""
 
 
 def _warper_steps(params: SamplingParams) -> Iterator[Step]:

@@ -9,6 +9,7 @@ it knows the committed tokens alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ class DraftModel(Drafter):
             nodes by the draft's cumulative probability.
         nodes: most nodes of a dynamic tree, 12 when None.
         width: contexts that a dynamic tree continues at each level, and children it tries in each; 4 when None.
+        cutoff: no node whose cumulative probability by the draft model is below this; 0 leaves none out.
         confidence: the draft goes no further behind tokens where the draft model's top probability was below this.
         vocabulary: `"strict"`, or `"intersection"` to draft only tokens that both models have.
 
@@ -54,6 +56,7 @@ class DraftModel(Drafter):
         tree: Tree = "chain",
         nodes: int | None = None,
         width: int | None = None,
+        cutoff: float = 0.0,
         confidence: float = 0.0,
         vocabulary: VocabularyPolicy = "strict",
     ) -> None:
@@ -61,7 +64,7 @@ class DraftModel(Drafter):
             raise InvalidRequest(f"model must be a path, a hub id, a model or a Target, got {type(model).__name__}")
         if vocabulary not in ("strict", "intersection"):
             raise InvalidRequest(f"vocabulary must be 'strict' or 'intersection', got {vocabulary!r}")
-        self.shape = parse_shape(tree, gamma, nodes, width)
+        self.shape = replace(parse_shape(tree, gamma, nodes, width), cutoff=cutoff)
         self.confidence = real_number("confidence", confidence, 0.0, 1.0, ends="[)")
         self._model = model
         self._policy: VocabularyPolicy = vocabulary

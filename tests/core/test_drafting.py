@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftwood.core.drafting import candidates, spread
+from draftwood.core.drafting import Candidates, candidates, law_of_nodes, spread
 from draftwood.core.sampling import SamplingParams, compile_pipeline
 
 VOCABULARY = 11
@@ -20,27 +20,59 @@ class Source:
         return torch.linspace(-1.0, 1.0, vocabulary)
 
 
-@pytest.mark.parametrize("style", ["chosen", "coupled", "drawn"])
-@pytest.mark.parametrize(
-    ("settings", "barred"), [({}, set()), ({"temperature": 0.7}, set()), ({"suppress_tokens": [7]}, {7})]
-)
-def test_reduced_logits_draft_as_spread_ones_do(style, settings, barred):
-    def made(logits: torch.Tensor, **named: Any) -> Any:
-        row = SimpleNamespace(
-            pipeline=compile_pipeline(SamplingParams(**settings), eos_token_ids=(), prompt=(1,), max_tokens=20),
-            generator=torch.Generator().manual_seed(3),
-            source=Source(),
-            tokens=[1],
-        )
-        state: Any = SimpleNamespace(style=style, target=SimpleNamespace(vocabulary_size=VOCABULARY), rows=[row])
-        return candidates(state, logits, [0, 0], 3, [[], []], **named)
+def make(style: str, logits: torch.Tensor, count: int, settings: dict[str, Any], **named: Any) -> Candidates:
+    row = SimpleNamespace(
+        pipeline=compile_pipeline(SamplingParams(**settings), eos_token_ids=(), prompt=(1,), max_tokens=20),
+        generator=torch.Generator().manual_seed(3),
+        source=Source(),
+        tokens=[1],
+    )
+    state: Any = SimpleNamespace(style=style, target=SimpleNamespace(vocabulary_size=VOCABULARY), rows=[row])
+    contexts = len(logits)
+    return candidates(state, logits, [0] * contexts, count, [[]] * contexts, **named)
 
-    logits = torch.tensor([[0.5, 3.0, -1.0, 2.0, 0.0], [4.0, 1.0, 2.0, -2.0, 3.0]])
-    reduced = made(logits, draft_tokens=DRAFT_TOKENS)
-    whole = made(spread(logits, DRAFT_TOKENS, VOCABULARY))
+
+LOGITS = torch.tensor([[0.5, 3.0, -1.0, 2.0, 0.0], [4.0, 1.0, 2.0, -2.0, 3.0]])
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.5, "top_k": 4, "top_p": 0.95, "min_p": 0.01},
+    {"suppress_tokens": [7]},
+    {"temperature": 1.0, "suppress_tokens": [7]},
+]
+
+
+@pytest.mark.parametrize("style", ["chosen", "coupled"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_reduced_logits_draft_as_spread_ones_do(style, settings):
+    reduced = make(style, LOGITS, 3, settings, draft_tokens=DRAFT_TOKENS)
+    whole = make(style, spread(LOGITS, DRAFT_TOKENS, VOCABULARY), 3, settings)
     assert reduced.tokens.tolist() == whole.tokens.tolist()
-    assert {*reduced.tokens.flatten().tolist()} <= {*DRAFT_TOKENS.tolist()} - barred
+    assert {*reduced.tokens.flatten().tolist()} <= {*DRAFT_TOKENS.tolist()} - {*settings.get("suppress_tokens", ())}
     torch.testing.assert_close(reduced.log_probs, whole.log_probs)
-    assert (reduced.law is None) == (whole.law is None) == (style != "drawn")
-    if style == "drawn":
-        assert reduced.law.shape == (2, 3, VOCABULARY)
+    assert reduced.law is whole.law is None
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_siblings_drawn_from_reduced_logits_have_the_law_they_are_said_to_have(settings):
+    contexts, whole_logits = 20_000, spread(LOGITS[1:], DRAFT_TOKENS, VOCABULARY)
+    drawn = make("drawn", LOGITS[1:].expand(contexts, -1), 2, settings, draft_tokens=DRAFT_TOKENS)
+    assert drawn.law is not None
+    index = torch.arange(2 * contexts).view(contexts, 2)
+    law = law_of_nodes([drawn.law[:100], drawn.law[100:]], index, drawn.columns, VOCABULARY)  # of two levels, say
+    expected = make("drawn", whole_logits, 1, settings).law
+    assert expected is not None
+    torch.testing.assert_close(law[:, 0], expected[0].expand(contexts, -1))
+    for eldest in range(VOCABULARY):
+        there = drawn.tokens[:, 0] == eldest
+        assert float(there.double().mean()) == pytest.approx(float(expected[0, 0, eldest]), abs=0.015)
+        if int(there.sum()) > 2000:
+            second = torch.bincount(drawn.tokens[there, 1], minlength=VOCABULARY) / there.sum()
+            torch.testing.assert_close(second, law[there][0, 1], atol=0.03, rtol=0.0)
+            assert law[there][0, 1, eldest] == 0.0
+
+
+def test_laws_stay_as_narrow_as_the_draft_vocabulary_unless_a_processor_goes_by_ids():
+    narrow, wide = (make("drawn", LOGITS, 2, one, draft_tokens=DRAFT_TOKENS) for one in (SETTINGS[1], SETTINGS[4]))
+    assert narrow.law is not None and narrow.law.shape == (2, 2, len(DRAFT_TOKENS))
+    assert wide.law is not None and wide.law.shape == (2, 2, VOCABULARY) and wide.columns is None

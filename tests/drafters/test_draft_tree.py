@@ -31,6 +31,7 @@ SHAPES = {
     "branching": (TreeShape((2, 2)), 0.0),
     "dynamic": (TreeShape.dynamic(2, 4, 2), 0.0),
     "confident dynamic": (TreeShape.dynamic(2, 4, 2), 0.5),
+    "cut off": (TreeShape((2, 2), cutoff=0.2), 0.0),
     "tight budget": (TreeShape((2, 1, 1), 3, 2), 0.0),
     "one node": (TreeShape.dynamic(2, 1, 2), 0.0),
     "paths": (TreeShape.of_paths([(0,), (1,), (0, 0), (1, 1)]), 0.0),
@@ -103,7 +104,8 @@ def grow_fake(
     **options: Any,
 ) -> Grown:
     monkeypatch.setattr(draft_tree, "candidates", pick(draw))
-    return grow(SimpleNamespace(), shape, depths, network.root(), network, **options)  # type: ignore[arg-type]
+    state = SimpleNamespace(target=SimpleNamespace(vocabulary_size=0))
+    return grow(state, shape, depths, network.root(), network, **options)  # type: ignore[arg-type]
 
 
 def paths_of(proposal: Proposal) -> list[list[Text]]:
@@ -124,7 +126,8 @@ def naive_paths(q: Callable[[Text], Tensor], shape: TreeShape, depth: int, confi
                     if likely[0][1] >= confidence:
                         fresh.append((*path, token))
         level = sorted(fresh, key=lambda path: -scores[path])[: shape.width or len(fresh)]
-    nodes = sorted(list(scores)[1:], key=lambda path: -scores[path])
+    worth = [path for path in list(scores)[1:] if shape.cutoff == 0 or scores[path] >= math.log(shape.cutoff)]
+    nodes = sorted(worth, key=lambda path: -scores[path])
     return nodes[: shape.nodes or len(nodes)]
 
 
@@ -150,9 +153,10 @@ def tables(draw: Any) -> Callable[[int, Text], Tensor]:
     width=st.sampled_from([None, 1, 2, 2, 3]),
     depths=st.lists(st.sampled_from([0, 1, 2, 4, 4]), min_size=1, max_size=3),
     confidence=st.just(0.0) | st.floats(0.0, 0.9) | st.lists(st.floats(0.0, 0.9), min_size=3, max_size=3),
+    cutoff=st.just(0.0) | st.floats(0.0, 0.6),
 )
-def test_chosen_trees_are_the_naive_ones(q, branching, nodes, width, depths, confidence):
-    shape = TreeShape(tuple(branching), nodes, width)
+def test_chosen_trees_are_the_naive_ones(q, branching, nodes, width, depths, confidence, cutoff):
+    shape = TreeShape(tuple(branching), nodes, width, cutoff=cutoff)
     network = FakeNetwork(q, len(depths))
     with pytest.MonkeyPatch.context() as monkeypatch:
         own = confidence if isinstance(confidence, float) else confidence[: len(depths)]

@@ -43,6 +43,9 @@ class Eagle(Drafter):
         width: contexts that a dynamic tree continues at each level, and children it tries in each; 4 when None.
         tree: `"dynamic"`, EAGLE-2's tree: the best nodes by the head's cumulative probability; `"chain"`; children of
             each context level by level, such as `(3, 2, 1)`; or `"mc_sim_7b_63"`, the 25 nodes of EAGLE-1's authors.
+        cutoff: no node whose cumulative probability by the head is below this: where the head is unsure the tree is
+            smaller, and drafting ends sooner. A node is worth about what a further token of a verify pass costs, as
+            a share of a plain pass.
         confidence: the draft goes no further behind tokens where the head's top probability was below this.
         siblings: `"auto"` draws siblings with their law under rules that sample, which accepts most; `"chosen"` takes
             the most likely tokens at every temperature, as the papers' own code does.
@@ -63,6 +66,7 @@ class Eagle(Drafter):
         nodes: int | None = None,
         width: int | None = None,
         tree: Tree | Literal["mc_sim_7b_63"] = "dynamic",
+        cutoff: float = 0.0,
         confidence: float = 0.0,
         siblings: Literal["auto", "chosen"] = "auto",
         layer_ids: LayerIds | None = None,
@@ -79,7 +83,7 @@ class Eagle(Drafter):
             raise InvalidRequest(
                 f"depth {depth} and the {len(tree)} levels of tree={tuple(tree)} contradict each other"
             )
-        self.shape = _shape(tree, depth, nodes, width)
+        self.shape = replace(_shape(tree, depth, nodes, width), cutoff=cutoff)
         self.confidence = real_number("confidence", confidence, 0.0, 1.0, ends="[)")
         self.siblings = siblings
         self._checkpoint, self._layer_ids, self._draft_tokens = checkpoint, layer_ids, draft_tokens

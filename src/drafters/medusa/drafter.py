@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core.checks import whole_number
 from ...core.drafter import Drafter, DraftSession, Observation
-from ...core.drafting import Candidates, candidates
+from ...core.drafting import Candidates, candidates, law_of_nodes
 from ...core.errors import InvalidRequest
 from ...core.proposal import Proposal
 from ...core.state import DecodeState
@@ -159,7 +159,7 @@ class _Session(DraftSession):
         history = any(row.pipeline.needs_history for row in state.rows)
         drafts = _Drafts(shapes, shared=state.style != "drawn" and not history)
         for level, raw in enumerate(logits, start=1):
-            drafts.add_level(state, level, self._heads.to_target(raw), history)
+            drafts.add_level(state, level, raw, history, self._heads.draft_tokens)
         return drafts.proposal()
 
 
@@ -179,6 +179,8 @@ class _Drafts:
         self._tokens: list[int] = []
         self._possible: list[int] = []
         self._laws: list[Tensor] = []
+        self._columns: Tensor | None = None  # of the laws
+        self._vocabulary = 0
 
     def of_best(self, logits: Tensor, draft_tokens: Tensor | None) -> Proposal:
         """Returns the trees of the most likely tokens of raw logits [levels, rows, draft vocabulary]."""
@@ -192,14 +194,17 @@ class _Drafts:
         self._waiting.append((tokens, values))
         return self.proposal()
 
-    def add_level(self, state: DecodeState, level: int, logits: Tensor, history: bool) -> None:
+    def add_level(
+        self, state: DecodeState, level: int, logits: Tensor, history: bool, draft_tokens: Tensor | None
+    ) -> None:
         """Makes the guesses of a level.
 
         Args:
             state: the call.
             level: 1 for those of head 0.
-            logits: [rows, vocabulary], raw.
+            logits: [rows, draft vocabulary], raw.
             history: whether a processor asks which tokens stand before a guess.
+            draft_tokens: [draft vocabulary] int64, the target's id of each column; None when they are all.
         """
         growing = [(row, shape) for row, shape in enumerate(self._shapes) if shape.depth >= level]
         contexts = [
@@ -208,13 +213,14 @@ class _Drafts:
         count = max(shape.widths[level - 1] for _, shape in growing)
         owners = [row for row, _ in contexts]
         paths = [self._path(row, above) for row, above in contexts] if history else None
-        made: Candidates = candidates(state, logits[owners], owners, count, paths, level)
+        made: Candidates = candidates(state, logits[owners], owners, count, paths, level, draft_tokens=draft_tokens)
         for row, above in contexts:
             self._starts[row][level, above] = self._made
             self._made += count
         self._waiting.append((made.tokens, made.log_probs))
         if made.law is not None:
-            self._laws.append(made.law.flatten(0, 1))
+            self._laws.append(made.law)
+            self._columns, self._vocabulary = made.columns, state.target.vocabulary_size
 
     def proposal(self) -> Proposal:
         """Returns the trees, without the guesses that have no probability and all behind them."""
@@ -239,8 +245,7 @@ class _Drafts:
         if not self._laws or not tree.width:
             return Proposal(tree)
         index = torch.tensor([[*own, *([0] * (tree.width - len(own)))] for own in guesses])
-        law = torch.cat(self._laws)  # [guesses, vocabulary]
-        return Proposal(tree, law[index.to(law.device)])
+        return Proposal(tree, law_of_nodes(self._laws, index, self._columns, self._vocabulary))
 
     def _guess(self, row: int, node: int) -> int:
         shape = self._shapes[row]

@@ -210,6 +210,23 @@ def test_the_draft_stops_where_the_head_is_unsure(target, eagle1):
     assert stopped == {False, True}
 
 
+def test_no_node_below_the_cutoff_is_proposed(target, eagle1):
+    sizes = set()
+
+    def check(state: DecodeState, _reader: Any, root: Tensor, reads: list[Any], proposal: Any) -> None:
+        likely = root.softmax(-1)[0]
+        first = {
+            token for token, parent in zip(*(one[0] for one in proposal.tree.to_lists()), strict=True) if parent < 0
+        }
+        assert first <= set((likely >= 0.3 - 1e-6).nonzero()[:, 0].tolist())
+        sizes.add(proposal.tree.width)
+
+    spy = Spy(check, checkpoint=eagle1, depth=2, nodes=6, cutoff=0.3)
+    spy.copy = lambda: spy  # type: ignore[method-assign]
+    decode(target, spy, batch_size=1)
+    assert min(sizes) <= 1 < max(sizes)
+
+
 def test_what_a_head_reads_of_its_draft_is_forgotten(target, eagle1):
     reader = HeadReader(eagle1, 1000)
     reader.extend(1)
@@ -411,6 +428,7 @@ def test_a_head_keeps_its_own_target(target, eagle1):
         ({"tree": "mc_sim_7b_63", "nodes": 9}, "is fixed; depth, nodes and width do not go with it"),
         ({"tree": "bush"}, "tree must be 'chain', 'dynamic' or"),
         ({"confidence": 1.0}, "confidence must be a number in"),
+        ({"cutoff": 1.0}, "cutoff must be a number in"),
         ({"siblings": "drawn"}, "siblings must be 'auto' or 'chosen', got 'drawn'"),
     ],
 )

@@ -243,13 +243,14 @@ def committed_law(monkeypatch: pytest.MonkeyPatch, rule: str, world: World, path
     law: Law = {}
 
     def draft(source: Any) -> Proposal:
-        def drawn(state: Any, logits: Tensor, rows: Any, count: int, paths: Any, depth: int) -> Candidates:
+        def drawn(state: Any, logits: Tensor, rows: Any, count: int, paths: Any, depth: int, **_: Any) -> Candidates:
             return pick(source.draw)(state, logits, rows, count, [[0] * (depth - 1)] * len(rows), depth)
 
         monkeypatch.setattr(module, "candidates", drawn)
         drafts = _Drafts([shape], shared=shared)
         for level in range(shape.depth):
-            drafts.add_level(SimpleNamespace(), level + 1, q[level].log()[None], history=False)  # type: ignore[arg-type]
+            state = SimpleNamespace(target=SimpleNamespace(vocabulary_size=0))
+            drafts.add_level(state, level + 1, q[level].log()[None], False, None)  # type: ignore[arg-type]
         return drafts.proposal()
 
     for drafted, proposal in runs(draft):
