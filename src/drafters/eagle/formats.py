@@ -217,7 +217,8 @@ def _compare_lm_head(found: _Checkpoint, target: Target, lm_head: Tensor, tokens
         theirs = theirs[tokens]
     if _same(lm_head, theirs):
         return
-    pairs = zip(lm_head.split(4096), theirs.split(4096), strict=True)  # in pieces: in float32 they are gigabytes
+    pieces = 1 + len(theirs) // 4096  # the whole is gigabytes in float32
+    pairs = zip(lm_head.chunk(pieces), theirs.chunk(pieces), strict=True)
     squares = torch.tensor([[(a.float() - b.float()).square().sum(), b.float().square().sum()] for a, b in pairs])
     apart, whole = squares.sum(0).sqrt().tolist()
     difference = apart / whole if whole else math.inf
