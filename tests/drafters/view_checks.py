@@ -93,11 +93,11 @@ def watched(
     return watch.rounds
 
 
-def agreeing_model(contribution: float = 0.4) -> PreTrainedModel:
-    """Returns a llama of four blocks that is sure of itself, and whose last two blocks contribute little."""
-    model = tiny_model(llama_config(layers=4, heads=4))
+def agreeing_model(contribution: float = 0.4, layers: int = 4) -> PreTrainedModel:
+    """Returns a llama that is sure of itself, and whose blocks from the third on contribute little."""
+    model = tiny_model(llama_config(layers, heads=4))
     model.lm_head.weight.data.mul_(4.0)
-    for layer in (2, 3):
+    for layer in range(2, layers):
         model.model.layers[layer].self_attn.o_proj.weight.data.mul_(contribution)
         model.model.layers[layer].mlp.down_proj.weight.data.mul_(contribution)
     return model

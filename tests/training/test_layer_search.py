@@ -29,12 +29,16 @@ from tests.drafters.view_checks import PROMPTS, agreeing_model
 SHORT: dict[str, Any] = {"max_new_tokens": 20, "gamma": 4}
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    """A target without an end-of-text token, whose last two blocks contribute little."""
-    model = agreeing_model(contribution=0.2)
+def endless(layers: int) -> Target:
+    """A target without an end-of-text token, whose blocks from the third on contribute little."""
+    model = agreeing_model(0.2, layers)
     model.generation_config.eos_token_id = None
     return Target(model)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return endless(layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +81,20 @@ def test_weights_are_counted(target):
     assert weights_read(target) - weights_read(layer_view(target, 0, 3)) == block
 
 
-def test_the_search_finds_about_the_best_of_all_sets(target):
-    layers, proxy = range(4), Proxy(target, PROMPTS[:2], **SHORT)
+def test_the_search_finds_about_the_best_of_all_sets():
+    target = endless(layers=3)
+    layers, proxy = range(3), Proxy(target, PROMPTS[:2], **SHORT)
     values = {}
-    for bits in itertools.product([False, True], repeat=8):
-        skip = {"attention": [one for one in layers if bits[one]], "mlp": [one for one in layers if bits[4 + one]]}
+    for bits in itertools.product([False, True], repeat=6):
+        skip = {"attention": [one for one in layers if bits[one]], "mlp": [one for one in layers if bits[3 + one]]}
         if any(bits) and not all(bits):
             view = layer_view(target, skip_attention=skip["attention"], skip_mlp=skip["mlp"])
             values[json.dumps(skip)] = proxy(view)
-    found = search_layer_skip(target, PROMPTS[:2], trials=60, **SHORT)
+    found = search_layer_skip(target, PROMPTS[:2], trials=20, **SHORT)
     assert found.value == values[json.dumps(found.options)]
     ranked = sorted(values.values(), reverse=True)
-    assert found.value >= ranked[5]
-    assert found.trials == 60
+    assert found.value >= ranked[2]
+    assert found.trials == 20
 
 
 def test_every_exit_is_tried_once(target, proxy):
