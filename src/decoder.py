@@ -17,6 +17,7 @@ from .core.sampling import SamplingParams, compile_pipeline
 from .core.state import Row
 from .core.stats import RowStats, Seconds
 from .core.stopping import Stopper
+from .core.streaming import TextStream
 from .core.target import Target
 from .plugins import load_registry
 
@@ -151,16 +152,13 @@ class Decoder:
         return self._stream(rows, seconds)
 
     def _stream(self, rows: list[Row], seconds: Seconds) -> Iterator[StreamStep]:
-        shown = 0
+        text = TextStream(self.target.tokenizer)
         for row, tokens, drafted in self.engine(rows).decode(rows, 1, seconds):
-            pieces = []
-            for part, guessed in ((drafted, True), (len(tokens) - drafted, False)):
-                if part:
-                    end = len(row.output) - (len(tokens) - drafted if guessed else 0)
-                    last = row.stop_reason is not None and end == len(row.output)
-                    text = self._text(row.output[:end], complete=last)
-                    pieces.append((text[shown:], guessed))
-                    shown = max(shown, len(text))
+            parts = [(part, guessed) for part, guessed in ((tokens[:drafted], True), (tokens[drafted:], False)) if part]
+            pieces = [
+                (text.push(part, complete=row.stop_reason is not None and place == len(parts)), guessed)
+                for place, (part, guessed) in enumerate(parts, start=1)
+            ]
             yield StreamStep([piece for piece in pieces if piece[0]], tokens, drafted, row.stop_reason)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -265,11 +263,5 @@ class Decoder:
 
     def _generation(self, row: Row) -> Generation:
         reason = row.stop_reason or "length"
-        return Generation(self._text(row.output, complete=True), row.output, reason, row.prompt_length, row.stats)
-
-    def _text(self, tokens: list[int], complete: bool) -> str:
-        """Decodes; an incomplete character at the end of an unfinished text is held back."""
-        if self.target.tokenizer is None:
-            return ""
-        text = str(self.target.tokenizer.decode(tokens, skip_special_tokens=True))
-        return text if complete else text.rstrip("\ufffd")
+        text = TextStream(self.target.tokenizer).push(row.output, complete=True)
+        return Generation(text, row.output, reason, row.prompt_length, row.stats)
