@@ -99,13 +99,11 @@ def test_a_setting_is_not_overridden_by_a_default(tiny):
     assert len(run("--setting", "max_length=7")) == 7 - 3
 
 
-@pytest.mark.parametrize("prompt", ["-", b"abc \xff d"])
+@pytest.mark.parametrize("prompt", ["-", os.fsdecode(b"abc \xff d")])
 def test_a_prompt_that_is_no_utf8_is_one_line_and_exit_2(prompt):
-    code = "from draftwood.cli import main; main()"
-    arguments = [sys.executable, "-c", code, "generate", "/nowhere/model", prompt]
-    done = subprocess.run(arguments, input=b"abc \xff d", capture_output=True, check=False)
-    assert done.returncode == 2 and done.stdout == b""
-    assert done.stderr == b"draftwood: the prompt must be UTF-8 text, got b'\\xff' at byte 4\n"
+    done = dw("generate", "/nowhere/model", prompt, stdin=b"abc \xff d")
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr == "draftwood: the prompt must be UTF-8 text, got b'\\xff' at byte 4\n"
 
 
 def test_accepted_tokens_are_coloured_on_a_terminal(tiny, monkeypatch):
