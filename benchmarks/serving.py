@@ -2,9 +2,8 @@
 
     python -m benchmarks.serving VLLM_PYTHON [--prompts 4] [--tokens 40] [--kinds medusa,eagle,eagle3,draft-model]
 
-VLLM_PYTHON is the interpreter of an environment in which vLLM is installed. The shipped heads are exported, and an
-EAGLE-3 head that has not been trained: its figures show that it is loaded and harmless, no more. All is float32 and
-greedy, a chain of drafts. Results are JSON lines; whatever fails ends the run.
+VLLM_PYTHON is the interpreter of an environment in which vLLM is installed. The shipped heads are exported. All is
+float32 and greedy, a chain of drafts. Results are JSON lines; whatever fails ends the run.
 """
 
 from __future__ import annotations
@@ -18,15 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import draftwood as dw
 from draftwood.core.stats import RowStats
-from draftwood.drafters.eagle.config import default_layers, layer_config
-from draftwood.drafters.eagle.formats import load_head, save_head
-from draftwood.drafters.eagle.network import Eagle3Head
 from draftwood.study.default_prompts import PACKAGED
-from draftwood.training.eagle import start_from_block, start_from_feature
 
 SHIPPED = Path(__file__).parents[1] / "heads" / "smollm2-135m-instruct"
 KINDS = {"medusa": 3, "eagle": 4, "eagle3": 4, "draft-model": 3}
@@ -51,9 +44,6 @@ def main() -> None:
         wanted = [one.tokens for one in plain.generate(prompts, max_new_tokens=given.tokens)]
         kinds = given.kinds.split(",")
         sources = {kind: SHIPPED / kind for kind in kinds}
-        if "eagle3" in kinds:
-            sources["eagle3"] = place / "eagle3-untrained"
-            save_head(untrained(target), sources["eagle3"])
         exported = {
             kind: dw.export(source, place / kind, target=served, depth=KINDS[kind], dtype="float32")
             for kind, source in sources.items()
@@ -95,20 +85,6 @@ def ours(target: dw.Target, kind: str, checkpoint: Path, prompts: list[Any], tok
         options = {"model": checkpoint, "gamma": depth}
     made = dw.Decoder(target, kind, drafter_options=options).generate(prompts, max_new_tokens=tokens)
     return [one.tokens for one in made], RowStats().merge(one.stats for one in made)
-
-
-def untrained(target: dw.Target) -> Eagle3Head:
-    """Returns an EAGLE-3 head as training would begin with it, of the draft vocabulary of the shipped EAGLE-1 head."""
-    tokens = load_head(SHIPPED / "eagle", target).draft_tokens
-    torch.manual_seed(0)
-    layers = default_layers(target)
-    head = Eagle3Head(
-        layer_config(target), layers=layers, draft_tokens=tokens, target_hidden_size=target.config.hidden_size
-    )
-    head = head.to(target.dtype).attach(target)
-    start_from_feature(head, target)
-    start_from_block(head, target)
-    return head
 
 
 if __name__ == "__main__":
