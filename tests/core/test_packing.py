@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import draftwood as dw
+from draftwood.core import packing
 from draftwood.core.errors import InvalidRequest
 from draftwood.core.packing import PackedLinear
 from draftwood.core.tree import TokenTree
@@ -47,6 +48,71 @@ def test_the_users_model_is_left_as_it_was_and_shares_every_weight(model: PreTra
     linears = [part for part in packed.modules() if isinstance(part, nn.Linear)]
     assert len(linears) == 3 * 7 + 1
     assert all(isinstance(part, PackedLinear) for part in linears)
+
+
+def products(model: PreTrainedModel | nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Returns the packed products of a forward: the sizes of the results."""
+    made: list[tuple[int, ...]] = []
+    product = packing._Packed._product
+
+    def noting(self: Any, input: torch.Tensor) -> torch.Tensor:
+        made.append(tuple(product(self, input).shape))
+        return product(self, input)
+
+    with monkeypatch.context() as patch, torch.inference_mode():
+        patch.setattr(packing._Packed, "_product", noting)
+        model(torch.tensor([[3, 4, 5]]))
+    return made
+
+
+def test_layers_that_read_the_same_tensor_are_multiplied_at_once(model: PreTrainedModel, monkeypatch: Any) -> None:
+    packed = dw.Target(model, packed=True).model
+    config: Any = model.config
+    attention = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
+    block = [attention, config.hidden_size, 2 * config.intermediate_size, config.hidden_size]
+    assert [shape[-1] for shape in products(packed, monkeypatch)] == block * 3 + [config.vocab_size]
+    with torch.inference_mode():  # nothing of a pass stays behind
+        packed(torch.tensor([[3, 4, 5]]))
+    assert all(part._packed._kept == (None, []) for part in packed.modules() if isinstance(part, PackedLinear))
+
+
+class Pair(nn.Module):
+    """Two layers that read one tensor, the second after something was written to it."""
+
+    def __init__(self, writes: bool, bias: bool) -> None:
+        super().__init__()
+        self.writes, self.first, self.second = writes, nn.Linear(8, 4, bias=bias), nn.Linear(8, 6, bias=bias)
+        packing.pack_linears(self)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.one_hot(ids, 8).float()
+        first = self.first(x)
+        if self.writes:
+            x += 1.0
+        return torch.cat([first, self.second(x)], -1)
+
+
+@pytest.mark.parametrize(("writes", "bias"), [(False, False), (True, False), (False, True)])
+def test_layers_are_packed_together_only_where_that_changes_nothing(writes: bool, bias: bool) -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    torch.manual_seed(0)
+    pair = Pair(writes, bias)
+    with torch.inference_mode():
+        expected = pair(ids)
+        packing.pack_siblings(pair, lambda: pair(ids))
+        assert (pair.first._packed is pair.second._packed) == (not writes and not bias)  # type: ignore[attr-defined]
+        torch.testing.assert_close(pair(ids), expected)
+
+
+def test_each_of_a_pair_may_be_asked_alone_and_again() -> None:
+    ids = torch.tensor([[1, 2, 3]])
+    pair = Pair(False, False)
+    x, y = torch.rand(2, 1, 3, 8)
+    with torch.inference_mode():
+        expected = [pair.second(x), pair.second(x), pair.first(y), pair.second(y), pair.first(x)]
+        packing.pack_siblings(pair, lambda: pair(ids))
+        asked = [pair.second(x), pair.second(x), pair.first(y), pair.second(y), pair.first(x)]
+    torch.testing.assert_close(asked, expected)
 
 
 @every_kind_of_pass

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...core.checks import real_number, whole_number
 from ...core.drafter import Drafter, DraftSession, Observation
 from ...core.errors import InvalidRequest
-from ...core.packing import pack_linears
+from ...core.packing import pack_linears, pack_siblings
 from ...core.proposal import Proposal
 from ...core.state import DecodeState
 from ...core.target import Target
@@ -105,7 +105,7 @@ class Eagle(Drafter):
                 self._checkpoint, target, layer_ids=self._layer_ids, draft_tokens=self._draft_tokens
             ).attach(target)
             if target.packed:
-                pack_linears(self.head)
+                _pack(self.head)
         self.features = frozenset(self.head.feature_names)
         widest, tokens = max(self.shape.branching), self.head.draft_tokens
         drafted = target.vocabulary_size if tokens is None else len(tokens)
@@ -115,6 +115,13 @@ class Eagle(Drafter):
     def session(self, state: DecodeState) -> DraftSession:
         """Returns the session that keeps the head's cache."""
         return _Session(self, state.target.prefill_chunk)
+
+
+def _pack(head: Head) -> None:
+    ids = torch.arange(2)[None]
+    hidden = torch.ones(1, 2, head.config.hidden_size, dtype=head.dtype)
+    pack_linears(head)
+    pack_siblings(head, lambda: head(ids, hidden, ids, None))
 
 
 def _shape(tree: Any, depth: int | None, nodes: int | None, width: int | None) -> TreeShape:

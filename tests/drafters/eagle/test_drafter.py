@@ -405,6 +405,9 @@ def test_a_loaded_head_is_packed_if_the_target_is(target, eagle1, tmp_path, pack
     decoder = Decoder(own, Eagle(checkpoint=tmp_path, **SHAPES["dynamic"]))
     linears = [part for part in decoder.drafter.head.modules() if isinstance(part, nn.Linear)]
     assert linears and {isinstance(part, PackedLinear) for part in linears} == {packed}
+    if packed:
+        attention = decoder.drafter.head.layers[0].self_attn
+        assert attention.q_proj._packed is attention.k_proj._packed is attention.v_proj._packed
     drafted = decoder.generate(PROMPTS, max_new_tokens=20, eos_token_id=[])
     plain = Decoder(own).generate(PROMPTS, max_new_tokens=20, eos_token_id=[])
     assert tokens_of(drafted) == tokens_of(plain)
