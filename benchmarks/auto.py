@@ -1,6 +1,6 @@
 """`auto` against plain decoding on the packaged 135M model, on prompts where drafting pays and where it cannot.
 
-    python -m benchmarks.auto [--dtype float32] [--rounds 6] [--tokens 48] [--only summaries --only random]
+    python -m benchmarks.auto [--dtype float32] [--packed] [--rounds 6] [--tokens 48] [--only summaries --only random]
 
 The two take turns in small slices, so that what else the machine does meets both; a ratio above 1 says that `auto` is
 faster. The interval is a bootstrap of the slices, 95 %.
@@ -76,13 +76,14 @@ def interval(seconds: Sequence[tuple[float, float]], draws: int = 2000) -> list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--packed", action="store_true", help="on a packed target")
     parser.add_argument("--of", default="prompt-lookup", help="what `auto` drafts with")
     parser.add_argument("--rounds", type=int, default=6, help="how often every slice is decoded by each")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens of every prompt")
     parser.add_argument("--only", action="append", help="some of the prompt sets")
     given = parser.parse_args()
 
-    target = dw.Target(*load_model("smollm2", dtype=given.dtype))
+    target = dw.Target(*load_model("smollm2", dtype=given.dtype), packed=given.packed)
     plain = dw.Decoder(target)
     for name, chosen in prompt_sets(plain).items():
         if given.only and name not in given.only:
@@ -94,7 +95,7 @@ def main() -> None:
         seconds = measure((plain, auto), chosen, given.rounds, given.tokens)
         result = {
             "prompts": name,
-            "dtype": given.dtype,
+            "dtype": given.dtype + (", packed" if given.packed else ""),
             "of": given.of,
             "auto over none": round(sum(pair[0] for pair in seconds) / sum(pair[1] for pair in seconds), 3),
             "interval": interval(seconds),
