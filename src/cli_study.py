@@ -54,7 +54,7 @@ def compare(
     rule: Annotated[list[str] | None, typer.Option(help="Acceptance rule; may be repeated.  [default: auto]")] = None,
     temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; may be repeated.  [default: 0]")] = None,
     batch_size: BatchSizes = None,
-    max_new_tokens: Tokens = 64,
+    max_new_tokens: Annotated[int | None, typer.Option(help="New tokens a prompt.  [default: 64]")] = None,
     repeats: Annotated[int, typer.Option(help="How often everything is run.")] = 1,
     seed: Seed = 0,
     chat: ChatFlag = None,
@@ -70,8 +70,10 @@ def compare(
     json_output: JsonFlag = False,
 ) -> None:
     """Compare drafters with plain decoding on the same prompts, in the same run."""
-    if demo:
-        drafters, limit, max_new_tokens = drafters or DEMO_DRAFTERS, limit or DEMO_PROMPTS, DEMO_TOKENS
+    if demo and limit is None:
+        limit = DEMO_PROMPTS
+    if max_new_tokens is None:
+        max_new_tokens = DEMO_TOKENS if demo else 64
     rank, processes = launched()
     if processes > 1 and study is None:
         raise InvalidRequest(f"{processes} processes share a study through its directory: give --out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import html
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from .plots import Plot
 
 
 class Grid(NamedTuple):
-    """A table of texts; the first `labels` columns name the row."""
+    """A table of texts; the first `labels` columns name the row, the last of them by its drafter."""
 
     headings: list[str]
     lines: list[list[str]]
@@ -31,7 +32,7 @@ class Section(NamedTuple):
 
 def markdown(grid: Grid) -> str:
     """Returns the table in GitHub's Markdown."""
-    lines = [[cell.replace("|", "\\|") for cell in line] for line in (grid.headings, *grid.lines)]
+    lines = [[_escape_markdown(cell) for cell in line] for line in (grid.headings, *grid.lines)]
     rule = ["---" if column < grid.labels else "---:" for column in range(len(grid.headings))]
     return "".join(f"| {' | '.join(line)} |\n" for line in (lines[0], rule, *lines[1:]))
 
@@ -48,7 +49,7 @@ def html_table(grid: Grid) -> str:
     """Returns a bare `<table>`."""
 
     def line(cells: Sequence[str], tag: str) -> str:
-        kinds = ["label" if column < grid.labels else "number" for column in range(len(cells))]
+        kinds = ["label"] * (grid.labels - 1) + ["name"] + ["number"] * (len(cells) - grid.labels)
         return "".join(
             f'<{tag} class="{kind}">{html.escape(cell)}</{tag}>' for kind, cell in zip(kinds, cells, strict=True)
         )
@@ -97,11 +98,19 @@ def _section(section: Section) -> str:
     )
 
 
+def _escape_markdown(text: str) -> str:
+    # An underscore within a word is no emphasis, and names stay readable in the source.
+    return re.sub(r"[\\`*\[\]<>~|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
+
+
 def _escape_latex(text: str) -> str:
     special = {
         "\\": r"\textbackslash{}",
         "~": r"\textasciitilde{}",
         "^": r"\textasciicircum{}",
+        "<": r"\textless{}",  # LaTeX's own font encoding has other characters in the place of these three
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
         **{c: f"\\{c}" for c in "&%$#_{}"},
     }
     return "".join(special.get(character, character) for character in text)
@@ -137,6 +146,7 @@ table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabul
 th, td { padding: .35rem .55rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { text-align: left; background: var(--soft); }
 th.number, td.number { text-align: right; }
+td.name { min-width: 8.5rem; white-space: normal; overflow-wrap: anywhere; }
 tbody tr:hover { background: var(--soft); }
 .plots { columns: 2 420px; column-gap: 1rem; margin: 1rem 0; }
 figure { break-inside: avoid; margin: 0 0 1rem; padding: .8rem; border: 1px solid var(--line); border-radius: 6px; }

@@ -32,7 +32,7 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "draftwood",
     "legend.frameon": False,
 }
-_WIDTH = 5.0
+_WIDTH = 4.2
 
 
 class _Paint(Protocol):
@@ -79,7 +79,7 @@ def draw(rows: Sequence[Row], by_category: Sequence[Row]) -> Iterator[Plot]:
             "Totals over the same prompts, with 95 % bootstrap intervals. Left of the line is slower than plain.",
             [*drafted, *categories] if len({row.category for row in categories}) > 1 else drafted,
             _speedups,
-            1.0 + 0.22 * (len(drafted) + len(categories)) + 0.2 * len({row.drafter for row in drafted}),
+            0.9 + 0.22 * (len(drafted) + len(categories)) + _legend_height(drafted),
         ),
         (
             "acceptance",
@@ -87,7 +87,7 @@ def draw(rows: Sequence[Row], by_category: Sequence[Row]) -> Iterator[Plot]:
             "Share of drafted tokens accepted at each depth, given that the ones before were.",
             [row for row in drafted if row.acceptance_by_depth],
             _acceptance,
-            3.0,
+            2.4 + _legend_height(drafted),
         ),
         (
             "rank",
@@ -95,7 +95,7 @@ def draw(rows: Sequence[Row], by_category: Sequence[Row]) -> Iterator[Plot]:
             "How often each sibling is the accepted one, eldest first, where there were so many.",
             [row for row in drafted if len(row.acceptance_by_rank) > 1],
             _acceptance_by_rank,
-            2.6,
+            2.2 + _legend_height(drafted),
         ),
         (
             "time",
@@ -103,7 +103,7 @@ def draw(rows: Sequence[Row], by_category: Sequence[Row]) -> Iterator[Plot]:
             "Milliseconds a committed token, by phase.",
             shown,
             _time_split,
-            1.3 + 0.3 * len(shown),
+            1.3 + 0.3 * sum(1 + _lines(row.drafter, 24).count("\n") / 2 for row in shown),
         ),
         (
             "width",
@@ -111,7 +111,7 @@ def draw(rows: Sequence[Row], by_category: Sequence[Row]) -> Iterator[Plot]:
             "Mean time from the draft's end to the commit against the columns of the pass, over plain decoding's.",
             _with_widths(shown),
             _widths,
-            3.0,
+            2.4 + _legend_height(shown),
         ),
         (
             "theory",
@@ -119,7 +119,7 @@ def draw(rows: Sequence[Row], by_category: Sequence[Row]) -> Iterator[Plot]:
             "Predicted from acceptance, draft cost and verify cost alone, acceptances taken as independent.",
             [row for row in drafted if row.theory is not None and row.speedup is not None],
             _against_theory,
-            3.4,
+            2.8 + _legend_height(drafted),
         ),
     ]
     with matplotlib.rc_context(_STYLE):
@@ -182,22 +182,22 @@ def _rates(axes: Axes, rows: Sequence[Row], rates: Sequence[Sequence[float]], la
     palette = colours(rows)
     for row, heights in zip(rows, rates, strict=True):
         places = range(1, len(heights) + 1)
-        axes.plot(places, heights, "o-", color=palette[row.drafter], markersize=4, label=_lines(row.drafter))
+        axes.plot(places, heights, "o-", color=palette[row.drafter], markersize=4)
     axes.set_ylim(0, 1.05)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(label)
     axes.set_ylabel("acceptance")
-    axes.legend(fontsize=8)
+    _legend(axes, rows)
 
 
 def _time_split(axes: Axes, rows: Sequence[Row]) -> None:
-    names = [_lines(row.drafter) for row in rows]
+    names = [_lines(row.drafter, 24) for row in rows]
     left = [0.0] * len(rows)
     for phase, colour in _PHASES.items():
         widths = [1e3 * row.seconds_per_round[phase] / (row.tau or 1.0) for row in rows]
         axes.barh(range(len(rows)), widths, left=left, color=colour, label=phase, height=0.65)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(rows)), names, fontsize=6 if _long(rows) else None)
+    axes.set_yticks(range(len(rows)), names, fontsize=7 if _long(rows) else None)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("ms a token")
@@ -218,15 +218,13 @@ def _widths(axes: Axes, rows: Sequence[Row]) -> None:
     single = next(row.seconds_by_width[1] for row in rows if row.drafter == "none")
     for row in rows:
         costs = {width: seconds / single for width, seconds in row.seconds_by_width.items()}
-        axes.plot(
-            list(costs), list(costs.values()), "o", color=palette[row.drafter], markersize=4, label=_lines(row.drafter)
-        )
+        axes.plot(list(costs), list(costs.values()), "o", color=palette[row.drafter], markersize=4)
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("columns (1 + drafted nodes)")
     axes.set_ylabel("time over a single-token pass")
-    axes.legend(fontsize=8)
+    _legend(axes, rows)
 
 
 def _against_theory(axes: Axes, rows: Sequence[Row]) -> None:
@@ -236,25 +234,37 @@ def _against_theory(axes: Axes, rows: Sequence[Row]) -> None:
         predicted, measured = row.theory.speedup if row.theory else 0.0, row.speedup or 0.0
         low, high = row.interval or (measured, measured)
         axes.plot([predicted, predicted], [low, high], color=palette[row.drafter], linewidth=2, alpha=0.5)
-        axes.plot(predicted, measured, "o", color=palette[row.drafter], label=_lines(row.drafter))
+        axes.plot(predicted, measured, "o", color=palette[row.drafter])
         top = max(top, predicted, high)
     axes.plot([0, top * 1.1], [0, top * 1.1], color="black", linewidth=1)
     axes.set_xlim(0, top * 1.1)
     axes.set_ylim(0, top * 1.1)
     axes.set_xlabel("predicted speedup")
     axes.set_ylabel("measured speedup")
-    axes.legend(fontsize=8)
+    _legend(axes, rows)
 
 
 def _legend(axes: Axes, rows: Sequence[Row]) -> None:
+    """Names the drafters above the axes, where nothing can lie under their names."""
     from matplotlib.lines import Line2D
 
+    drawn = {row.drafter for row in rows}
     handles = [
         Line2D([], [], color=colour, marker="o", label=_lines(name))
         for name, colour in colours(rows).items()
-        if name != "none"
+        if name in drawn
     ]
-    axes.figure.legend(handles=handles, fontsize=8, loc="outside upper center", ncols=1 if _long(rows) else 2)
+    axes.figure.legend(handles=handles, fontsize=8, loc="outside upper center", ncols=_columns(rows))
+
+
+def _legend_height(rows: Sequence[Row]) -> float:
+    """Returns the inches that `_legend` takes."""
+    lines = [_lines(name).count("\n") + 1 for name in dict.fromkeys(row.drafter for row in rows)]
+    return 0.1 + 0.17 * (-(-len(lines) // 2) if _columns(rows) == 2 else sum(lines))
+
+
+def _columns(rows: Sequence[Row]) -> int:
+    return 1 if _long(rows) else 2
 
 
 def _lines(name: str, width: int = 34) -> str:
@@ -268,4 +278,4 @@ def _lines(name: str, width: int = 34) -> str:
 
 
 def _long(rows: Sequence[Row]) -> bool:
-    return max(len(row.drafter) for row in rows) > 24
+    return max((len(row.drafter) for row in rows), default=0) > 20

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from ..core.errors import InvalidRequest
+from ..core.errors import InvalidCheckpoint, InvalidRequest
 from . import metrics, plots
 from .export import Grid, Section, html_table, latex, markdown, page
 from .metrics import Row
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pandas
 
 PAGE = "index.html"
+_FIELDS = ("category", "prompt_set", "prompts", "environment")
 
 
 class Report:
@@ -48,7 +49,13 @@ class Report:
             InvalidRequest: there is none.
             InvalidCheckpoint: a line of it is no record.
         """
-        return cls(read_records(Path(path)))
+        records = read_records(Path(path))
+        for number, record in enumerate(records, start=1):
+            conditions = record["conditions"]
+            known = {*record, *(conditions if isinstance(conditions, dict) else ())}
+            if missing := [name for name in (*_FIELDS, *metrics.CONDITIONS) if name not in known]:
+                raise InvalidCheckpoint(f"{str(path)!r}, line {number}: no record of a study, it lacks {missing[0]!r}")
+        return cls(records)
 
     @cached_property
     def rows(self) -> list[Row]:

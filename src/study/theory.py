@@ -145,7 +145,9 @@ def best_tree(acceptance: Sequence[float], nodes: int, depth: int = LONGEST) -> 
     Raises:
         InvalidRequest: acceptances that are no probabilities or sum to more than 1, or nodes below 0.
     """
-    numbers = acceptance and all(isinstance(rate, int | float) and rate >= 0 for rate in acceptance)
+    numbers = acceptance and all(
+        isinstance(rate, int | float) and not isinstance(rate, bool) and rate >= 0 for rate in acceptance
+    )
     if not numbers or sum(acceptance) > 1 + 1e-9:
         raise InvalidRequest(f"acceptance by rank must be probabilities that sum to at most 1, got {list(acceptance)}")
     if nodes < 0:

@@ -12,8 +12,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from draftwood.core.errors import InvalidRequest
+from draftwood.core.errors import InvalidCheckpoint, InvalidRequest
 from draftwood.study import plots
+from draftwood.study.export import Grid, markdown
 from draftwood.study.report import Report
 from tests.study.browser import needs_browser
 from tests.study.records import record, run
@@ -105,10 +106,17 @@ def test_tables_are_escaped(saved):
     lines = (saved / "table.md").read_text().splitlines()
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
     assert len(lines) == 2 + 6
+    assert any(r"x:path=\<b\>a_b&c\|d%$x$\</b\>" in line for line in lines)
     latex = (saved / "table.tex").read_text()
-    assert r"a\_b\&c|d\%\$x\$" in latex
+    assert r"\textless{}b\textgreater{}a\_b\&c\textbar{}d\%\$x\$" in latex
     assert latex.count(r"\\") == 1 + 6
     assert len({line.count(" & ") for line in latex.splitlines() if line.endswith(r"\\")}) == 1
+
+
+def test_markdown_shows_names_as_they_are():
+    names = ["max_ngram=2", "_a_/b_", "~/*`[x](y)", "a+b=c"]
+    lines = markdown(Grid(["drafter"], [[name] for name in names], 1)).splitlines()
+    assert lines[2:] == ["| max_ngram=2 |", r"| \_a\_/b\_ |", r"| \~/\*\`\[x\](y) |", "| a+b=c |"]
 
 
 def test_json_and_records_read_back(saved):
@@ -126,6 +134,15 @@ def test_saving_again_does_not_touch_the_records(saved, tmp_path):
     study(categories="a", temperatures=(0.0,)).save(tmp_path)
     assert (tmp_path / "results.jsonl").read_bytes() == (saved / "results.jsonl").read_bytes()
     assert (tmp_path / "speedup.svg").exists()  # one set of conditions needs no numbers
+
+
+@pytest.mark.parametrize("lacks", ["environment", "temperature"])
+def test_records_of_something_else_are_refused(tmp_path, lacks):
+    whole = record(run("none"))
+    del (whole if lacks in whole else whole["conditions"])[lacks]
+    (tmp_path / "results.jsonl").write_text(json.dumps(whole) + "\n")
+    with pytest.raises(InvalidCheckpoint, match=f"line 1: no record of a study, it lacks '{lacks}'"):
+        Report.load(tmp_path)
 
 
 def test_a_report_is_not_saved_over_another_study(saved, tmp_path):
@@ -209,9 +226,45 @@ def test_the_page_fits_a_desktop_and_a_phone(saved, browser):
     browser.check_layout()
 
 
+@needs_browser
+def test_long_names_leave_the_figures_of_a_table_in_sight(browser, tmp_path):
+    name = "lookahead+prompt-lookup:lookahead.window=3,lookahead.ngram=3,prompt-lookup.gamma=12"
+    Report([record(run("none"), run(name))]).save(tmp_path)
+    browser.open(tmp_path / "index.html")
+    seen = "name" if browser.width < 500 else "number:last-child"
+    right = browser.run(f"return document.querySelector('td.{seen}').getBoundingClientRect().right")
+    assert right < (browser.width / 2 if browser.width < 500 else browser.width)
+    browser.check_layout()
+
+
 def test_long_names_of_drafters_leave_room_to_draw_in():
     from draftwood.study.plots import _lines
 
     name = "lookahead+prompt-lookup:lookahead.window=3,lookahead.ngram=3,prompt-lookup.gamma=12"
     assert _lines("prompt-lookup") == "prompt-lookup"
     assert _lines(name).replace("\n", "") == name and max(map(len, _lines(name).split("\n"))) <= 34
+
+
+def test_legends_stand_above_the_data(monkeypatch):
+    """What is drawn lies within the axes; a legend must not."""
+    from draftwood.study import plots
+
+    figures = []
+
+    def keep(name, title, note, paint, height):
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(4, height), layout="constrained")
+        paint(figure.add_subplot())
+        figure.draw_without_rendering()
+        figures.append((name, figure))
+        return plots.Plot(name, title, note, "", b"")
+
+    monkeypatch.setattr(plots, "_render", keep)
+    study().plots()
+    assert len(figures) == 12
+    for name, figure in figures:
+        (legend,), (axes,) = figure.legends, figure.axes
+        assert axes.get_legend() is None, name
+        assert legend.get_window_extent().y0 >= axes.get_window_extent().y1, name
+        assert axes.get_window_extent().height > figure.bbox.height / 3, name
