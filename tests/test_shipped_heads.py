@@ -52,3 +52,5 @@ def test_nothing_shipped_is_large() -> None:
     sizes = {path: path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()}
     assert max(sizes.values()) < 25e6
     assert sum(sizes.values()) < 60e6
+    assert sizes[SHIPPED / "eagle" / "model.safetensors"] < 9e6
+    assert sizes[SHIPPED / "eagle3" / "model.safetensors"] < 15e6

@@ -146,6 +146,14 @@ def test_an_lm_head_in_an_eagle1_file_is_the_targets_or_warned_of(target, tmp_pa
         load(tmp_path, target)
 
 
+def test_eagle1_of_llama2_does_not_say_how_many_key_value_heads(target, tmp_path):
+    config = {name: value for name, value in LAYER.items() if name != "num_key_value_heads"}
+    whole = {f"layers.0.self_attn.{name}_proj.weight": values(32, 32) for name in "kv"}
+    head = load(write(tmp_path, config, eagle1_weights() | whole), target)
+    assert head.config.num_key_value_heads == 4
+    assert head.cache_layout[0].heads == 4
+
+
 def test_eagle1_of_qwen2_has_biases_in_front_of_the_attention_only(target, tmp_path):
     biases = {f"layers.0.self_attn.{name}_proj.bias": values(size) for name, size in (("q", 32), ("k", 16), ("v", 16))}
     head = load(write(tmp_path, LAYER, eagle1_weights() | biases), target)
