@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .sampling import process
-from .state import DecodeState
+from .state import DecodeState, Row
 
 
 class Candidates(NamedTuple):
@@ -64,9 +64,10 @@ def candidates(
         draft_tokens: [draft vocabulary] int64, the target's id of each column of `logits`; None when they are all.
     """
     vocabulary = state.target.vocabulary_size
+    scattered: Tensor | None = None  # the draft vocabulary of logits that were spread
     if draft_tokens is not None and not all(row.pipeline.blind for row in state.rows):
         # These processors go by the target's ids.
-        logits, draft_tokens = spread(logits, draft_tokens, vocabulary), None
+        logits, scattered, draft_tokens = spread(logits, draft_tokens, vocabulary), draft_tokens, None
     rowset = [state.rows[row] for row in rows]
     logits = process(rowset, logits[:, None], None if paths is None else [[list(path)] for path in paths])
     log_q = torch.log_softmax(logits[:, 0].float(), -1)  # [contexts, columns]
@@ -78,7 +79,7 @@ def candidates(
         noise = torch.stack([row.source.gumbel(len(row.tokens) + depth - 1, vocabulary) for row in rowset])
         noise = noise.to(log_q.device) if ids is None else noise.to(log_q.device)[:, ids]
     else:
-        noise = torch.stack([_gumbel(row.generator, log_q.shape[-1]) for row in rowset]).to(log_q.device)
+        noise = torch.stack([_row_noise(row, log_q.shape[-1], scattered) for row in rowset]).to(log_q.device)
     greedy = torch.tensor([row.pipeline.greedy for row in rowset], device=log_q.device)[:, None]
     noisy = log_q + noise.masked_fill(greedy, 0.0)  # a row at temperature 0 chooses
     top = noisy.topk(count, -1)
@@ -132,6 +133,13 @@ def _sibling_law(q: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
     surplus = law.gather(-1, tokens[:, :, None]) <= 0.0
     one_hot = torch.zeros_like(law).scatter_(-1, tokens[:, :, None], 1.0)
     return torch.where(surplus | chosen, one_hot, law)
+
+
+def _row_noise(row: Row, columns: int, scattered: Tensor | None) -> Tensor:
+    """Returns the noise of a row, [columns]: what it would draw alone, also where a neighbour had its logits spread."""
+    if scattered is None or not row.pipeline.blind:
+        return _gumbel(row.generator, columns)
+    return spread(_gumbel(row.generator, len(scattered)), scattered, columns, 0.0)
 
 
 def _gumbel(generator: torch.Generator, vocabulary: int) -> Tensor:

@@ -20,16 +20,22 @@ class Source:
         return torch.linspace(-1.0, 1.0, vocabulary)
 
 
+def state_of(style: str, *rows: dict[str, Any]) -> Any:
+    made = [
+        SimpleNamespace(
+            pipeline=compile_pipeline(SamplingParams(**settings), eos_token_ids=(), prompt=(1,), max_tokens=20),
+            generator=torch.Generator().manual_seed(3),
+            source=Source(),
+            tokens=[1],
+        )
+        for settings in rows
+    ]
+    return SimpleNamespace(style=style, target=SimpleNamespace(vocabulary_size=VOCABULARY), rows=made)
+
+
 def make(style: str, logits: torch.Tensor, count: int, settings: dict[str, Any], **named: Any) -> Candidates:
-    row = SimpleNamespace(
-        pipeline=compile_pipeline(SamplingParams(**settings), eos_token_ids=(), prompt=(1,), max_tokens=20),
-        generator=torch.Generator().manual_seed(3),
-        source=Source(),
-        tokens=[1],
-    )
-    state: Any = SimpleNamespace(style=style, target=SimpleNamespace(vocabulary_size=VOCABULARY), rows=[row])
     contexts = len(logits)
-    return candidates(state, logits, [0] * contexts, count, [[]] * contexts, **named)
+    return candidates(state_of(style, settings), logits, [0] * contexts, count, [[]] * contexts, **named)
 
 
 LOGITS = torch.tensor([[0.5, 3.0, -1.0, 2.0, 0.0], [4.0, 1.0, 2.0, -2.0, 3.0]])
@@ -76,3 +82,22 @@ def test_laws_stay_as_narrow_as_the_draft_vocabulary_unless_a_processor_goes_by_
     narrow, wide = (make("drawn", LOGITS, 2, one, draft_tokens=DRAFT_TOKENS) for one in (SETTINGS[1], SETTINGS[4]))
     assert narrow.law is not None and narrow.law.shape == (2, 2, len(DRAFT_TOKENS))
     assert wide.law is not None and wide.law.shape == (2, 2, VOCABULARY) and wide.columns is None
+
+
+@pytest.mark.parametrize("tokens", [DRAFT_TOKENS, torch.arange(VOCABULARY).flip(0)])
+@pytest.mark.parametrize("style", ["chosen", "drawn", "coupled"])
+def test_a_row_drafts_the_same_beside_one_whose_processors_go_by_ids(style: str, tokens: torch.Tensor) -> None:
+    logits = torch.linspace(-1.0, 1.0, len(tokens)).expand(2, -1)
+    settings = [{"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0, "suppress_tokens": [7]}]
+    beside = state_of(style, *settings)
+    alone = [state_of(style, own) for own in settings]
+    for _ in range(4):  # a row's generator goes on from round to round
+        both = candidates(beside, logits, [0, 1], 3, draft_tokens=tokens)
+        for row, state in enumerate(alone):
+            one = candidates(state, logits[:1], [0], 3, draft_tokens=tokens)
+            assert both.tokens[row].tolist() == one.tokens[0].tolist()
+            torch.testing.assert_close(both.log_probs[row], one.log_probs[0])
+            if style == "drawn":
+                assert both.law is not None and one.law is not None
+                law = law_of_nodes([one.law], torch.arange(3)[None], one.columns, VOCABULARY)[0]
+                torch.testing.assert_close(both.law[row], law)
