@@ -123,7 +123,6 @@ def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
         raise UnsupportedModel(
             f"{type(model).__name__} has no torch.nn.Linear layers that are not quantised; leave packed=True out"
         )
-    pack_siblings(twin, lambda: twin(torch.tensor([[0, 1]]), use_cache=False).logits)
     return twin
 
 

@@ -23,7 +23,7 @@ from .checks import switch
 from .drafter import FeatureName
 from .errors import InvalidRequest
 from .masks import MaskPlan, tree_masks, tree_positions
-from .packing import check_fresh, packed_copy
+from .packing import check_fresh, pack_siblings, packed_copy
 from .proposal import ExitStates
 from .tree import TokenTree
 
@@ -85,6 +85,8 @@ class Target:
         self.decoder = find_decoder(model)
         self.blocks = find_blocks(self.decoder, getattr(self.config, "num_hidden_layers", 0))
         self.layout = probe(self)
+        if packed:  # a model that cannot be run has been refused by now
+            pack_siblings(model, lambda: model(torch.tensor([[0, 1]]), use_cache=False).logits)
         self._state = self._model_state()
 
     @classmethod

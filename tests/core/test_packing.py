@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import draftwood as dw
 from draftwood.core import packing
-from draftwood.core.errors import InvalidRequest
+from draftwood.core.errors import InvalidRequest, UnsupportedModel
 from draftwood.core.packing import PackedLinear
 from draftwood.core.tree import TokenTree
 from draftwood.core.views import head_of
@@ -198,3 +198,9 @@ def test_weights_made_in_inference_mode_can_be_packed() -> None:
 def test_what_cannot_be_packed_is_refused(model: PreTrainedModel, change: Any, packed: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         dw.Target(change(copy.deepcopy(model)), packed=packed)
+
+
+def test_a_model_that_cannot_score_trees_is_refused_as_it_is_without_packing() -> None:
+    config = T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        dw.Target(T5ForConditionalGeneration(config).eval(), packed=True)
