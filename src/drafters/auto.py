@@ -161,7 +161,8 @@ class _Session(DraftSession):
         at.trees = row_trees(whole.tree)
         policy = self._policy
         policy.idle = max((tree.idle for tree in at.trees), default=0)
-        policy.drawn = whole.law is not None
+        if whole.tree.width:  # a draft that found nothing worth its row says nothing of how it is made
+            policy.drawn = whole.law is not None
         deepest = max((len(position) for tree in at.trees for position in tree.positions), default=0)
         policy.deepest = max(policy.deepest, deepest)
         if policy.drawn:
