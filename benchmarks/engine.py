@@ -206,10 +206,10 @@ def main() -> None:
         targets = [dw.Target(model, tokenizer)]
         decoder = dw.Decoder(targets[0])
         prompts = [decoder.encode([{"role": "user", "content": text}]) for _, text in PACKAGED[:count]]
-        if dtype == "float32":
+        if dtype == "float32" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
             targets.append(dw.Target(model, tokenizer, packed=True))
-            if given.only in (None, "identity"):
-                identity("SmolLM2-135M", targets[0], prompts, length)
+        if dtype == "float32" and given.only in (None, "identity"):
+            identity("SmolLM2-135M", targets[0], prompts, length)
         for target in targets:
             if given.only in (None, "widths"):
                 pass_widths(target)
