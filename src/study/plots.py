@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart; black is plain decoding.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6A5ACD", "#8B6914")
+_MARKERS = "o^sDv"
 _PHASES = {"draft": "#E69F00", "verify": "#0072B2", "accept": "#009E73", "commit": "#CC79A7", "other": "#999999"}
 _STYLE: dict[Any, Any] = {
     "font.size": 9.0,
@@ -146,6 +147,11 @@ def colours(rows: Sequence[Row]) -> dict[str, str]:
     return {"none": "#000000"} | {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
 
 
+def _marker(palette: dict[str, str], drafter: str) -> str:
+    """Tells drafters of the same colour apart, when there are more of them than colours."""
+    return _MARKERS[(max(list(palette).index(drafter) - 1, 0) // len(_COLOURS)) % len(_MARKERS)]
+
+
 def _speedups(axes: Axes, rows: Sequence[Row]) -> None:
     palette, ticks, labels, y = colours(rows), [], [], 0.0
     for category in dict.fromkeys(row.category for row in rows):
@@ -155,7 +161,7 @@ def _speedups(axes: Axes, rows: Sequence[Row]) -> None:
         for row in group:
             speed, (low, high) = row.speedup or 0.0, row.interval or (row.speedup or 0.0,) * 2
             axes.plot([low, high], [y, y], color=palette[row.drafter], linewidth=2, alpha=0.5)
-            axes.plot(speed, y, "o", color=palette[row.drafter], markersize=5)
+            axes.plot(speed, y, _marker(palette, row.drafter), color=palette[row.drafter], markersize=5)
             axes.annotate(f"{speed:.2f}", (high, y), (4, 0), textcoords="offset points", va="center", fontsize=7)
             y += 1
         y += 0.6
@@ -182,7 +188,7 @@ def _rates(axes: Axes, rows: Sequence[Row], rates: Sequence[Sequence[float]], la
     palette = colours(rows)
     for row, heights in zip(rows, rates, strict=True):
         places = range(1, len(heights) + 1)
-        axes.plot(places, heights, "o-", color=palette[row.drafter], markersize=4)
+        axes.plot(places, heights, _marker(palette, row.drafter) + "-", color=palette[row.drafter], markersize=4)
     axes.set_ylim(0, 1.05)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(label)
@@ -218,7 +224,9 @@ def _widths(axes: Axes, rows: Sequence[Row]) -> None:
     single = next(row.seconds_by_width[1] for row in rows if row.drafter == "none")
     for row in rows:
         costs = {width: seconds / single for width, seconds in row.seconds_by_width.items()}
-        axes.plot(list(costs), list(costs.values()), "o", color=palette[row.drafter], markersize=4)
+        axes.plot(
+            list(costs), list(costs.values()), _marker(palette, row.drafter), color=palette[row.drafter], markersize=4
+        )
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -234,7 +242,7 @@ def _against_theory(axes: Axes, rows: Sequence[Row]) -> None:
         predicted, measured = row.theory.speedup if row.theory else 0.0, row.speedup or 0.0
         low, high = row.interval or (measured, measured)
         axes.plot([predicted, predicted], [low, high], color=palette[row.drafter], linewidth=2, alpha=0.5)
-        axes.plot(predicted, measured, "o", color=palette[row.drafter])
+        axes.plot(predicted, measured, _marker(palette, row.drafter), color=palette[row.drafter])
         top = max(top, predicted, high)
     axes.plot([0, top * 1.1], [0, top * 1.1], color="black", linewidth=1)
     axes.set_xlim(0, top * 1.1)
@@ -248,10 +256,10 @@ def _legend(axes: Axes, rows: Sequence[Row]) -> None:
     """Names the drafters above the axes, where nothing can lie under their names."""
     from matplotlib.lines import Line2D
 
-    drawn = {row.drafter for row in rows}
+    drawn, palette = {row.drafter for row in rows}, colours(rows)
     handles = [
-        Line2D([], [], color=colour, marker="o", label=_lines(name))
-        for name, colour in colours(rows).items()
+        Line2D([], [], color=colour, marker=_marker(palette, name), label=_lines(name))
+        for name, colour in palette.items()
         if name in drawn
     ]
     axes.figure.legend(handles=handles, fontsize=8, loc="outside upper center", ncols=_columns(rows))

@@ -268,3 +268,10 @@ def test_legends_stand_above_the_data(monkeypatch):
         assert axes.get_legend() is None, name
         assert legend.get_window_extent().y0 >= axes.get_window_extent().y1, name
         assert axes.get_window_extent().height > figure.bbox.height / 3, name
+
+
+def test_drafters_of_one_colour_have_different_markers():
+    names = ["none", *(f"drafter-{index}" for index in range(20))]
+    palette = dict(zip(names, ["#000000"] + [plots._COLOURS[index % len(plots._COLOURS)] for index in range(20)]))
+    looks = [(palette[name], plots._marker(palette, name)) for name in names[1:]]
+    assert len(set(looks)) == len(looks)
