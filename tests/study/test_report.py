@@ -272,6 +272,8 @@ def test_legends_stand_above_the_data(monkeypatch):
 
 def test_drafters_of_one_colour_have_different_markers():
     names = ["none", *(f"drafter-{index}" for index in range(20))]
-    palette = dict(zip(names, ["#000000"] + [plots._COLOURS[index % len(plots._COLOURS)] for index in range(20)]))
+    palette = dict(
+        zip(names, ["#000000"] + [plots._COLOURS[index % len(plots._COLOURS)] for index in range(20)], strict=True)
+    )
     looks = [(palette[name], plots._marker(palette, name)) for name in names[1:]]
     assert len(set(looks)) == len(looks)
