@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -19,6 +17,7 @@ from draftwood.core.proposal import Verdict
 from draftwood.core.registry import Registry, hookimpl
 from draftwood.study import run as study_run
 from draftwood.verify import Greedy
+from tests import forked
 from tests.study.tiny import save_tiny
 
 
@@ -311,18 +310,16 @@ def test_help_names_every_command():
 def test_an_interrupted_study_exits_130_and_goes_on(tiny, tmp_path):
     place = tmp_path / "study"
     arguments = ["compare", tiny, "prompt-lookup", "--out", str(place), "--max-new-tokens", "24", "--repeats", "60"]
-    # A test run that was started in the background ignores interrupts, and so would its children.
-    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    code = f"{heeding}; from draftwood.cli import main; import sys; sys.argv = ['draftwood', *{arguments!r}]; main()"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = forked.start(forked.command_line, *arguments, output=tmp_path / "told")
     results = place / "results.jsonl"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (results.exists() and results.read_bytes().count(b"\n") >= 2):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.is_alive() and time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    os.kill(process.pid, signal.SIGINT)
+    process.join(300)
+    output, errors = ((tmp_path / f"told.{name}").read_text() for name in ("out", "err"))
+    assert process.exitcode == 130, errors
     assert output == "" and "Traceback" not in errors
     written = results.read_bytes()
     assert written.endswith(b"\n") and all(json.loads(line) for line in written.splitlines())

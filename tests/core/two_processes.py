@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +85,6 @@ def work(rank: int, place: str) -> None:
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.multiprocessing.start_processes(work, (sys.argv[1],), nprocs=2, start_method="fork")
+def launch(place: str) -> None:
+    """Starts both processes and waits for them."""
+    torch.multiprocessing.start_processes(work, (place,), nprocs=2, start_method="fork")

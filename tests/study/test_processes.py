@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -17,17 +15,15 @@ import draftwood
 from draftwood.cli import app
 from draftwood.study.environment import launched
 from draftwood.study.store import RESULTS
+from tests import forked
 
 SETTINGS = {"limit": 4, "max_new_tokens": 4}
 
 
 def start(target, place, threads):
-    arguments = [str(target), "prompt-lookup", "--out", str(place), "--limit", "4", "--max-new-tokens", "4"]
-    code = "from draftwood.cli import main; main()"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "compare", *arguments, "--repeats", "500"],
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    arguments = ["compare", str(target), "prompt-lookup", "--out", str(place), "--limit", "4", "--max-new-tokens", "4"]
+    output = place / f"told by {threads}"
+    return forked.start(forked.command_line, *arguments, "--repeats", "500", output=output, threads=threads)
 
 
 def test_processes_share_the_cells_and_lose_nothing_when_they_are_killed(tiny_directory, tmp_path):
@@ -41,12 +37,12 @@ def test_processes_share_the_cells_and_lose_nothing_when_they_are_killed(tiny_di
             records = [json.loads(line) for line in whole.splitlines()]
             if {record["environment"]["threads"] for record in records} == {1, 2}:
                 break
-            assert time.monotonic() < deadline and all(process.poll() is None for process in both)
+            assert time.monotonic() < deadline and all(process.is_alive() for process in both)
             time.sleep(0.05)
     finally:
         for process in both:
             process.kill()
-            process.wait(60)
+            process.join(60)
     content = results.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     with open(results, "ab") as file:  # as if the kill had come in the middle of a line

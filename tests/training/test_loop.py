@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +18,7 @@ from torch import nn
 
 from draftwood.core.errors import InvalidCheckpoint, InvalidRequest
 from draftwood.training.loop import Objective, Schedule, held_out, train
+from tests import forked
 from tests.training.table import Table
 from tests.training.table import table_data as data
 
@@ -293,21 +292,13 @@ def test_tensorboard_is_asked_for_by_name(tmp_path, monkeypatch):
 def test_a_killed_run_goes_on(tmp_path):
     """SIGKILL from outside, wherever the process is: what is there can be gone on with and gives the same weights."""
     schedule = replace(SCHEDULE, steps=300, checkpoint_every=1)
-    code = f"""
-import torch
-from pathlib import Path
-from draftwood.training.loop import Objective, Schedule, held_out, train
-from tests.training.table import Table, table_data
-torch.set_num_threads(1)
-train(Table(), table_data(), {schedule!r}, directory=Path({str(tmp_path / "killed")!r}))
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    process = forked.start(trained, schedule, tmp_path / "killed", output=tmp_path / "told")
     log = tmp_path / "killed" / "log.jsonl"
     until = time.monotonic() + 300  # a busy machine may take a minute to import
     while time.monotonic() < until and (not log.exists() or log.read_text().count("\n") < 20):
         time.sleep(0.01)
     process.kill()
-    process.wait()
+    process.join()
     done = log.read_text().count("\n")
     assert 20 <= done < 300
     steps: list[int] = []

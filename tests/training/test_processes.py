@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,19 +10,18 @@ from safetensors.torch import load_file
 
 from draftwood.training import processes
 from draftwood.training.loop import train
+from tests import forked
 from tests.training.table import Table, table_data
-from tests.training.two_processes import SCHEDULE, make
-
-ROOT = Path(__file__).parents[2]
+from tests.training.two_processes import SCHEDULE, launch, make
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """The directory in which two processes have done their work."""
     place = tmp_path_factory.mktemp("launched")
-    command = [sys.executable, "-m", "tests.training.two_processes", str(place)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    both = forked.start(launch, str(place), output=place / "told")
+    both.join(300)
+    assert both.exitcode == 0, (place / "told.err").read_text()
     return place
 
 

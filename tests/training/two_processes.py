@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,5 +92,6 @@ def work(place: str) -> None:
     make(out / "made")
 
 
-if __name__ == "__main__":
-    debug_launcher(work, (sys.argv[1],), num_processes=2)
+def launch(place: str) -> None:
+    """Starts both processes and waits for them."""
+    debug_launcher(work, (place,), num_processes=2)
