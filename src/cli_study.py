@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from .cli_common import Device, DType, JsonFlag, Model, Packed, err, out, print_json, progress_bar, remark
 from .core.errors import InvalidRequest
@@ -252,7 +253,7 @@ def _print_verifications(found: list[Verification]) -> None:
         differing = [*one.near_ties, *one.faults]
         margins = [difference.agreement.margin for difference in differing if difference.agreement.margin is not None]
         counts = (one.texts, one.texts - len(differing), len(one.near_ties), len(one.faults))
-        table.add_row(one.drafter, *map(str, counts), f"{max(margins):.3g}" if margins else "")
+        table.add_row(Text(one.drafter), *map(str, counts), f"{max(margins):.3g}" if margins else "")
     out.print(table)
     for one in found:
         for error in one.errors:

@@ -100,7 +100,7 @@ def _section(section: Section) -> str:
 
 def _escape_markdown(text: str) -> str:
     # An underscore within a word is no emphasis, and names stay readable in the source.
-    return re.sub(r"[\\`*\[\]<>~|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
+    return re.sub(r"[\\`*\[\]<>~|]|(?<!\w)_|_(?!\w)", r"\\\g<0>", " ".join(text.split()))
 
 
 def _escape_latex(text: str) -> str:

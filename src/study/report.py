@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ..core.errors import InvalidCheckpoint, InvalidRequest
 from . import metrics, plots
@@ -85,7 +86,7 @@ class Report:
             label = index < grid.labels
             table.add_column(heading, justify="left" if label else "right", overflow="fold", no_wrap=not label)
         for line in grid.lines:
-            table.add_row(*line)
+            table.add_row(*map(Text, line))  # else brackets in a label are read as markup
         return table
 
     def notes(self) -> list[str]:
@@ -161,9 +162,9 @@ class Report:
             if any(record["key"] not in kept for record in self.records):
                 raise InvalidRequest(f"{str(place / RESULTS)!r} holds another study; save this one elsewhere")
         else:
-            lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in self.records]
+            lines = [json.dumps(record) + "\n" for record in self.records]
             _put(place / RESULTS, "".join(lines))
-        _put(place / "report.json", json.dumps(self.to_json(), indent=1, ensure_ascii=False))
+        _put(place / "report.json", json.dumps(self.to_json(), indent=1))
         grids = {"table": _grid(self.rows), "table_by_category": _grid(self.rows_by_category)}
         for name, grid in grids.items():
             _put(place / f"{name}.md", markdown(grid))
@@ -360,5 +361,6 @@ def _text(value: object) -> str:
 def _put(path: Path, content: str | bytes) -> None:
     """Writes a file whole or not at all, whoever else is writing it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    # A lone surrogate, which JSON may hold, has no bytes in UTF-8.
+    partial.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     partial.replace(path)

@@ -95,7 +95,7 @@ class Store:
             # The last line of a process that was killed while it wrote: no record, and none may be glued to it.
             if file.tell() and not _ends_with_newline(file):
                 file.truncate(_last_line(file))
-            file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            file.write(json.dumps(record).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
         self.refresh()

@@ -277,3 +277,15 @@ def test_drafters_of_one_colour_have_different_markers():
     )
     looks = [(palette[name], plots._marker(palette, name)) for name in names[1:]]
     assert len(set(looks)) == len(looks)
+
+
+def test_brackets_in_a_label_are_no_markup():
+    label = "eagle:checkpoint=a[/x]b[red]c"
+    report = Report([record(run("none"), run(label))])
+    assert label in "".join(str(report).split())
+    assert markdown(Grid(["x"], [["a\nb"]], 1)).splitlines()[-1] == "| a b |"
+
+
+def test_a_lone_surrogate_is_kept(tmp_path):
+    Report([record(run("none"), category="a\ud800b")]).save(tmp_path)
+    assert "a\\ud800b" in (tmp_path / "results.jsonl").read_text()
