@@ -245,6 +245,13 @@ def test_it_is_never_slower_than_plain_by_more_than_three_percent(name: str) -> 
     assert world.run() <= 1.03 * world.plain
 
 
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_short_text_loses_no_more_though_all_estimates_are_wrong(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    monkeypatch.setattr(Acceptance, "rate", lambda self, key: 0.9)
+    world = World(lambda n, d: 0.0, narrow, rows=rows, tokens=60)
+    assert world.run() <= 1.03 * world.plain
+
+
 def test_the_account_bounds_the_loss_though_all_estimates_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Acceptance, "rate", lambda self, key: 0.9)
     world = World(lambda n, d: 0.0, narrow, tokens=1500, cost=0.004)
