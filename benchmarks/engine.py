@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,10 +187,39 @@ def pass_widths(target: dw.Target, context: int = 256, rounds: int = 8) -> None:
     show(figure="milliseconds a pass by tokens", dtype=described(target), context=context, **medians)
 
 
+def resident(dtype: str, packed: bool) -> tuple[int, int, int]:
+    """Resident bytes of a process before it loads the model, after some decoding, and at its peak."""
+    before = status("VmRSS")
+    target = dw.Target.from_pretrained("smollm2", dtype=dtype, packed=packed)
+    dw.Decoder(target).generate([5, 6, 7] * 20, max_new_tokens=8)
+    return before, status("VmRSS"), status("VmHWM")
+
+
+def status(field: str) -> int:
+    """A figure of Linux about this process, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def memory(dtype: str) -> None:
+    """What a packed target takes over one that is not, each in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
+        plain, packed = (pool.submit(resident, dtype, packed).result() for packed in (False, True))
+    show(
+        figure="megabytes of a process: before the model, with it, at the peak",
+        dtype=dtype,
+        plain=[round(value / 2**20) for value in plain],
+        packed=[round(value / 2**20) for value in packed],
+        factor=round(packed[1] / plain[1], 2),
+        factor_of_the_peak=round(packed[2] / plain[2], 2),
+        factor_without_what_was_there_before=round((packed[1] - packed[0]) / (plain[1] - plain[0]), 2),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", action="append", help="of the speed figures; float32 and bfloat16 by default")
-    parser.add_argument("--only", choices=["identity", "speed", "widths"], help="some of the figures")
+    parser.add_argument("--only", choices=["identity", "speed", "widths", "memory"], help="some of the figures")
     parser.add_argument("--quick", action="store_true", help="fewer prompts and shorter texts")
     given = parser.parse_args()
     length, count = (16, 2) if given.quick else (48, 4)
@@ -202,11 +234,14 @@ def main() -> None:
         identity(f"tiny {name}", dw.Target(model), tiny_prompts, 32)
     torch.set_num_threads(threads)
     for dtype in given.dtype or ["float32", "bfloat16"]:
+        packable = dtype == "float32" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if packable and given.only in (None, "memory"):
+            memory(dtype)
         model, tokenizer = load_model("smollm2", dtype=dtype)
         targets = [dw.Target(model, tokenizer)]
         decoder = dw.Decoder(targets[0])
         prompts = [decoder.encode([{"role": "user", "content": text}]) for _, text in PACKAGED[:count]]
-        if dtype == "float32" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if packable:
             targets.append(dw.Target(model, tokenizer, packed=True))
         if dtype == "float32" and given.only in (None, "identity"):
             identity("SmolLM2-135M", targets[0], prompts, length)

@@ -60,6 +60,12 @@ def forward_arguments(model: PreTrainedModel) -> ForwardArguments:
     return ForwardArguments(cache, "logits_to_keep" in parameters)
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether several processes hold parts of each weight."""
+    # By its full tensor, since a torch that was built without distributed has no DTensor to compare types with.
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+
+
 def find_decoder(model: PreTrainedModel) -> nn.Module:
     """Returns the module whose output is what the LM head reads."""
     decoder: object = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .attention import GROUPED
 from .errors import UnsupportedModel
 from .tree import TokenTree
 
@@ -45,7 +46,7 @@ class MaskPlan:
         """
         name = type(model).__name__
         implementation = config._attn_implementation
-        if implementation not in ("sdpa", "eager"):
+        if implementation not in ("sdpa", "eager", GROUPED):
             raise UnsupportedModel(
                 f"{name} uses the attention {implementation!r}, which takes no tree-shaped mask; "
                 "load it with attn_implementation='sdpa' (or 'eager')"

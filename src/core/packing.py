@@ -2,7 +2,8 @@
 
 A verify pass multiplies few rows by large matrices, the case that general matrix products on a CPU are worst at. With
 packed weights a pass over a small tree costs little more than one over a single token. The user's model is not touched:
-a copy of its modules, sharing every weight with it, multiplies by the packed weights, which are memory of its own.
+a copy of its modules, sharing every weight with it, multiplies by the packed weights, which are memory of its own. Of a
+model that nobody else holds the packed weights are the only ones (`pack_in_place`).
 Results differ from the model's own by rounding. This module knows nothing of trees, caches or drafters.
 """
 
@@ -10,23 +11,68 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
+from .anatomy import is_sharded
 from .errors import InvalidRequest, UnsupportedModel
 
 ROWS_HINT = 16
 """The number of rows that the layout is chosen for; measured to be good from 1 to 512, where a hint of 1 is not."""
 
 
+class PackedWeight(Tensor):
+    """A linear layer's weight, [out_features, in_features], of which only the packed copy is kept.
+
+    Whatever reads it gets the dense weight, made for that moment; a deep copy is an ordinary weight. It cannot be
+    written to.
+    """
+
+    _packed: _Packed
+    _place: int
+
+    @staticmethod
+    def __new__(cls, packed: _Packed, place: int) -> PackedWeight:
+        width = packed.weight.shape[1]
+        size, cpu = (packed.sizes[place], width), torch.device("cpu")
+        weight: PackedWeight = Tensor._make_wrapper_subclass(cls, size, dtype=packed.weight.dtype, device=cpu)
+        weight._packed, weight._place = packed, place
+        return weight
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if operation is torch.ops.aten.detach.default:
+            return PackedWeight(args[0]._packed, args[0]._place)
+        if operation._schema.is_mutable:
+            raise InvalidRequest(
+                "the weights of a model that was packed while it was loaded cannot be changed; load the model "
+                "yourself and hand it to Target(model, packed=True)"
+            )
+        args, kwargs = tree_map_only(PackedWeight, PackedWeight.dense, (args, kwargs or {}))
+        return operation(*args, **kwargs)
+
+    def dense(self) -> Tensor:
+        """Returns the weight as an ordinary tensor of its own."""
+        return self._packed.dense(self._place)
+
+    def __deepcopy__(self, _: Any) -> nn.Parameter:
+        return nn.Parameter(self.dense(), requires_grad=self.requires_grad)
+
+
 class PackedLinear(nn.Linear):
     """A linear layer that shares its weight with another one and multiplies by a packed copy of it.
 
-    Where a gradient is wanted it multiplies by the weight itself.
+    Where a gradient is wanted it multiplies by the weight itself. A deep copy with a weight of its own is an ordinary
+    linear layer.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -44,18 +90,34 @@ class PackedLinear(nn.Linear):
     def join(self, place: int, packed: _Packed) -> None:
         """Multiplies from now on as the layer number `place` of those that are packed together."""
         self._place, self._packed = place, packed
+        if isinstance(self.weight, PackedWeight):
+            self.release()
+
+    def release(self) -> None:
+        """Lets go of the weight: the packed one is the only one from now on."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.weight = nn.Parameter(PackedWeight(self._packed, self._place), requires_grad=False)
+        self._packed.of[self._place] = _version(self.weight)
 
     @property
     def stale(self) -> bool:
         """Whether the weight was changed since it was packed."""
         return self._packed.of[self._place] != _version(self.weight)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        if id(self.weight) in memo:
+            twin: nn.Linear = copy.copy(self)
+            twin._parameters = {name: copy.deepcopy(part, memo) for name, part in self._parameters.items()}
+            return twin
+        twin = nn.Linear(self.in_features, self.out_features, bias=False, device="meta").train(self.training)
+        twin.weight, twin.bias = copy.deepcopy(self.weight, memo), copy.deepcopy(self.bias, memo)
+        return twin
+
 
 class _Packed:
     """Packed weights of a linear layer, or of several that read the same tensor and are then multiplied at once.
 
-    The first one that is asked multiplies for all; the others find their part. Never copied with the modules that hold
-    it, since nothing writes to the weights.
+    The first one that is asked multiplies for all; the others find their part.
     """
 
     def __init__(self, layers: Sequence[PackedLinear]) -> None:
@@ -65,17 +127,17 @@ class _Packed:
             joined = weights[0] if len(weights) == 1 else torch.cat(weights)
             self.weight = torch.ops.mkldnn._reorder_linear_weight(joined, ROWS_HINT)
         self.of = [_version(layer.weight) for layer in layers]
-        self._sizes = [layer.out_features for layer in layers]
+        self.sizes = [layer.out_features for layer in layers]
         self._kept: tuple[Tensor | None, list[Tensor | None]] = (None, [])
 
     def multiply(self, input: Tensor, place: int, bias: Tensor | None) -> Tensor:
         """Returns the product of the layer number `place`; only one that is alone has a bias."""
-        if len(self._sizes) == 1:
+        if len(self.sizes) == 1:
             return self._product(input, bias)
         # Read once, as another thread may put its own there; whose input it is says whether it is ours.
         of, parts = self._kept
         if of is not input or parts[place] is None:
-            parts = list(torch.split(self._product(input, None), self._sizes, -1))
+            parts = list(torch.split(self._product(input, None), self.sizes, -1))
             self._kept = (input, parts)
         part, parts[place] = parts[place], None
         if not any(left is not None for left in parts):
@@ -86,62 +148,85 @@ class _Packed:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.weight, bias, "none", [], "")
         return product
 
-    def __deepcopy__(self, _: Any) -> _Packed:
-        return self
+    def dense(self, place: int) -> Tensor:
+        """Returns the weight of the layer number `place` by itself."""
+        parts = torch.split(self.weight.to_dense(), self.sizes)
+        return parts[place] if len(parts) == 1 else parts[place].clone()
 
 
 def _version(weight: Tensor) -> tuple[int, int]:
+    if isinstance(weight, PackedWeight):
+        return 0, 0
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Returns a copy of a model's modules that shares all its weights, with packed linears.
 
-    Layers of other classes than `torch.nn.Linear`, and those whose weight is quantised, stay what they are.
+    Layers of other classes than `torch.nn.Linear`, and those whose weight is quantised, stay what they are. A model
+    with packed linears is returned as it is.
 
     Args:
         model: on the CPU, in float32, or in bfloat16 where the CPU has instructions for it.
 
     Raises:
-        InvalidRequest: the model is elsewhere, or of another type.
+        InvalidRequest: the model is elsewhere, or of another type, or sharded.
         UnsupportedModel: it has no linear layers to pack, or modules that cannot be copied.
     """
-    weight = model.get_input_embeddings().weight
-    if weight.device.type != "cpu" or getattr(model, "hf_device_map", None):
-        raise InvalidRequest(f"packed=True is for models on the CPU, this one is on {weight.device}; leave it out")
-    if not _packable(model.dtype):
-        raise InvalidRequest(
-            f"packed=True needs float32 weights, or bfloat16 on a CPU with instructions for it, got {model.dtype}; "
-            "load the model with dtype=torch.float32, or leave it out"
-        )
-    shared: dict[int, Any] = {id(model.config): model.config}
-    shared.update((id(part), part) for part in (*model.parameters(), *model.buffers()))
+    _check_packable(model)
+    if any(isinstance(part, PackedLinear) for part in model.modules()):
+        return model
+    shared: dict[int, Any] = {id(part): part for part in (*model.parameters(), *model.buffers())}
     try:
         twin: PreTrainedModel = copy.deepcopy(model, shared)
     except (TypeError, RuntimeError) as error:
         raise UnsupportedModel(f"the modules of {type(model).__name__} cannot be copied: {error}") from error
-    if not pack_linears(twin):
-        raise UnsupportedModel(
-            f"{type(model).__name__} has no torch.nn.Linear layers that are not quantised; leave packed=True out"
-        )
+    _pack(twin)
     return twin
 
 
-def pack_linears(module: nn.Module) -> int:
-    """Puts packed linears, which share the weights, in the place of a module's own; returns how many.
+def pack_in_place(model: PreTrainedModel) -> None:
+    """Packs a model that nobody else holds; but for the LM head it then has no other weights of these layers.
+
+    So no two copies of all weights are ever in memory. The LM head's weight stays, since heads take rows of it.
+
+    Args:
+        model: as of `packed_copy`.
+
+    Raises:
+        InvalidRequest: as of `packed_copy`.
+        UnsupportedModel: it has no linear layers to pack.
+    """
+    _check_packable(model)
+    kept = {id(weight) for part in model.modules() if type(part) is not nn.Linear for weight in _own(part)}
+    kept |= {id(weight) for weight in _own(model.get_output_embeddings())}  # type: ignore[no-untyped-call]
+    for weight in model.parameters():
+        if id(weight) in kept:  # of its own, for what was read from a file may keep all of the file
+            weight.data = weight.data.clone()
+    _pack(model, kept)
+
+
+def pack_linears(module: nn.Module, kept: Collection[int] | None = None) -> int:
+    """Puts packed linears in the place of a module's own; returns how many.
 
     Args:
         module: nobody else's, since it is changed; what cannot be packed stays what it is.
+        kept: by `id`, the weights that stay beside their packed copies, with which all others are let go; None keeps
+            all, and the packed linears share them.
     """
-    linears = [
-        (parent, name, child)
+    places = [
+        (parent, name)
         for parent in module.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and _plain(child.weight)
     ]
-    for parent, name, linear in linears:
-        parent.register_module(name, PackedLinear(linear))
-    return len(linears)
+    for parent, name in places:
+        linear: Any = parent.get_submodule(name)
+        packed = PackedLinear(linear)
+        if kept is not None and id(linear.weight) not in kept:
+            packed.release()
+        parent.register_module(name, packed)
+    return len(places)
 
 
 def pack_siblings(module: nn.Module, run: Callable[[], Tensor]) -> None:
@@ -194,6 +279,30 @@ def check_fresh(model: nn.Module) -> None:
     for name, part in model.named_modules():
         if isinstance(part, PackedLinear) and part.stale:
             raise InvalidRequest(f"the weight of {name!r} was changed since it was packed; build a new Target")
+
+
+def _pack(model: PreTrainedModel, kept: Collection[int] | None = None) -> None:
+    if not pack_linears(model, kept):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no torch.nn.Linear layers that are not quantised; leave packed=True out"
+        )
+
+
+def _check_packable(model: PreTrainedModel) -> None:
+    if is_sharded(model):
+        raise InvalidRequest("packed=True is for models of one process; a tp_plan shards this one, leave it out")
+    weight = model.get_input_embeddings().weight
+    if weight.device.type != "cpu" or getattr(model, "hf_device_map", None):
+        raise InvalidRequest(f"packed=True is for models on the CPU, this one is on {weight.device}; leave it out")
+    if not _packable(model.dtype):
+        raise InvalidRequest(
+            f"packed=True needs float32 weights, or bfloat16 on a CPU with instructions for it, got {model.dtype}; "
+            "load the model with dtype=torch.float32, or leave it out"
+        )
+
+
+def _own(module: nn.Module | None) -> Iterator[nn.Parameter]:
+    return iter(()) if module is None else module.parameters(recurse=False)
 
 
 def _plain(weight: Tensor) -> bool:

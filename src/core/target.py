@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .anatomy import find_blocks, find_decoder, forward_arguments, probe
+from .anatomy import find_blocks, find_decoder, forward_arguments, is_sharded, probe
+from .attention import group_attention
 from .cache import SlotCache
 from .checks import switch
 from .drafter import FeatureName
 from .errors import InvalidRequest
 from .masks import MaskPlan, tree_masks, tree_positions
-from .packing import check_fresh, pack_siblings, packed_copy
+from .packing import check_fresh, pack_in_place, pack_siblings, packed_copy
 from .proposal import ExitStates
 from .tree import TokenTree
 
@@ -74,8 +75,6 @@ class Target:
         if prefill_chunk < 1:
             raise InvalidRequest(f"prefill_chunk must be >= 1, got {prefill_chunk}")
         self.packed = switch("packed", packed)
-        if packed and _is_sharded(model):
-            raise InvalidRequest("packed=True is for models of one process; a tp_plan shards this one, leave it out")
         self.model = model = packed_copy(model) if packed else model
         self.tokenizer = tokenizer
         self.prefill_chunk = prefill_chunk
@@ -86,7 +85,8 @@ class Target:
         self.blocks = find_blocks(self.decoder, getattr(self.config, "num_hidden_layers", 0))
         self.layout = probe(self)
         if packed:  # a model that cannot be run has been refused by now
-            pack_siblings(model, lambda: model(torch.tensor([[0, 1]]), use_cache=False).logits)
+            pack_siblings(model, self._run)
+            group_attention(self.config, self._run)
         self._state = self._model_state()
 
     @classmethod
@@ -104,7 +104,8 @@ class Target:
         Args:
             source: a directory, a hub id, a GGUF file, or `"smollm2"`, the packaged demo model.
             dtype: such as `"bfloat16"`; None keeps the type the weights are stored in.
-            packed: as of `Target`.
+            packed: as of `Target`, but the weights of the linear layers inside blocks are packed alone and not kept
+                twice: with the LM head's and the embeddings, little more memory than without.
             prefill_chunk: as of `Target`.
             **options: as of `draftwood.core.loading.load_model`, such as `device_map="auto"` or, under torchrun,
                 `tp_plan="auto"`.
@@ -117,6 +118,8 @@ class Target:
         from .loading import load_model
 
         model, tokenizer = load_model(source, dtype=dtype, **options)
+        if switch("packed", packed):
+            pack_in_place(model)
         return cls(model, tokenizer, packed=packed, prefill_chunk=prefill_chunk)
 
     @property
@@ -132,7 +135,7 @@ class Target:
     @property
     def sharded(self) -> bool:
         """Whether several processes hold parts of each weight (`tp_plan`) and must do the very same work."""
-        return _is_sharded(self.model)
+        return is_sharded(self.model)
 
     @property
     def vocabulary_size(self) -> int:
@@ -231,6 +234,11 @@ class Target:
         logits = torch.stack([ends[part].logits[row] for row, part in enumerate(last)])
         joined = {name: torch.cat(parts, 1) for name, parts in captured.items()}
         return Scores(logits, joined, [len(row) for row in pending])
+
+    def _run(self) -> Tensor:
+        """A small pass over a tree, to see whether something that was rearranged in the model changes its results."""
+        tree = TokenTree.chain(torch.tensor([[2, 3]]))
+        return self.score(SlotCache(self.layout, 1, 8), [[0, 1]], tree).logits
 
     def _model_state(self) -> tuple[str, ...]:
         """What masks and caches depend on and a caller may change on a model."""
@@ -358,8 +366,3 @@ class Target:
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.layers:
             raise InvalidRequest(f"the target has blocks 0 to {self.layers - 1}; no features of block {layer}")
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    # By its full tensor, since a torch that was built without distributed has no DTensor to compare types with.
-    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,13 @@ from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 import draftwood as dw
 from draftwood.core import packing
 from draftwood.core.errors import InvalidRequest, UnsupportedModel
-from draftwood.core.packing import PackedLinear
+from draftwood.core.packing import PackedLinear, PackedWeight
 from draftwood.core.tree import TokenTree
-from draftwood.core.views import head_of
+from draftwood.core.views import head_of, weights_read
+from draftwood.training.fingerprint import fingerprint
 from tests.conftest import llama_config, tiny_model
 from tests.core.passes import every_kind_of_pass
+from tests.study.tiny import tiny_tokenizer
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15, 16]]
 
@@ -44,7 +48,7 @@ def test_the_users_model_is_left_as_it_was_and_shares_every_weight(model: PreTra
     packed = dw.Target(model, packed=True).model
     assert {name: (type(part), dict(vars(part))) for name, part in model.named_modules()} == before
     assert [part.data_ptr() for part in packed.parameters()] == [part.data_ptr() for part in model.parameters()]
-    assert packed.config is model.config
+    assert model.config._attn_implementation == "sdpa"
     linears = [part for part in packed.modules() if isinstance(part, nn.Linear)]
     assert len(linears) == 3 * 7 + 1
     assert all(isinstance(part, PackedLinear) for part in linears)
@@ -187,6 +191,77 @@ def test_weights_made_in_inference_mode_can_be_packed() -> None:
         model = tiny_model(llama_config(layers=1, heads=2)).float()
         target = dw.Target(model, packed=True)
     assert len(dw.Decoder(target).generate([1, 2], max_new_tokens=3).tokens) == 3
+
+
+@pytest.fixture
+def source(model: PreTrainedModel, tmp_path: Path) -> Path:
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_a_model_that_is_loaded_for_it_keeps_its_blocks_packed_alone(model: PreTrainedModel, source: Path) -> None:
+    loaded, plain = dw.Target.from_pretrained(source, packed=True), dw.Target(model, packed=True)
+    blocks = [part for part in loaded.blocks.modules() if isinstance(part, nn.Linear)]
+    assert len(blocks) == 3 * 7
+    assert all(isinstance(part.weight, PackedWeight) for part in blocks)
+    head = loaded.model.get_output_embeddings().weight
+    assert type(head) is nn.Parameter
+    assert torch.equal(head, model.lm_head.weight)
+    for width in (0, 7):
+        torch.testing.assert_close(scores(loaded, width), scores(plain, width), rtol=1e-4, atol=1e-4)
+    # whatever reads weights finds them, as part of a joint product too
+    assert [name for name, _ in loaded.model.named_parameters()] == [name for name, _ in model.named_parameters()]
+    for (_, kept), (_, own) in zip(loaded.model.named_parameters(), model.named_parameters(), strict=True):
+        assert (kept.shape, kept.dtype, kept.device) == (own.shape, own.dtype, own.device)
+        assert torch.equal(kept.double(), own.double())
+    assert fingerprint(loaded.model) == fingerprint(model)
+    assert weights_read(loaded) == weights_read(plain)
+
+
+def test_only_one_copy_of_a_blocks_weights_is_in_memory(model: PreTrainedModel, source: Path) -> None:
+    loaded = dw.Target.from_pretrained(source, packed=True)
+    gc.collect()
+    sizes = {weight.shape for block in loaded.blocks for weight in block.parameters() if weight.dim() == 2}
+    inside = {id(weight) for part in (loaded.model, model) for weight in part.parameters()}
+    held = [part for part in gc.get_objects() if type(part) in (torch.Tensor, nn.Parameter) and id(part) not in inside]
+    assert not [part for part in held if not part.is_mkldnn and part.shape in sizes]
+    assert sum(part.is_mkldnn for part in held) >= 3 * 4 + 1
+
+
+def test_gradients_flow_through_packed_weights_that_are_alone_but_cannot_change_them(source: Path) -> None:
+    loaded = dw.Target.from_pretrained(source, packed=True)
+    layer: Any = loaded.blocks[1].get_submodule("mlp.up_proj")
+    x = torch.randn(2, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad[0], layer.weight.double().sum(0).float())
+    for change in (in_place, lambda weight: weight.data.zero_()):
+        with pytest.raises(InvalidRequest, match="cannot be changed; load the model yourself"):
+            change(layer.weight)
+    assert len(dw.Decoder(loaded).generate([1, 2], max_new_tokens=3).tokens) == 3
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_deep_copy_has_ordinary_layers_that_can_be_trained(model: PreTrainedModel, source: Path, alone: bool) -> None:
+    target = dw.Target.from_pretrained(source, packed=True) if alone else dw.Target(model, packed=True)
+    student = copy.deepcopy(target.model)
+    assert not [part for part in student.modules() if isinstance(part, PackedLinear)]
+    assert all(type(weight) is nn.Parameter for weight in student.parameters())
+    before = scores(target, 0)
+    with torch.no_grad():
+        for weight in student.parameters():
+            weight.mul_(1.1)
+    assert torch.equal(scores(target, 0), before)
+    with torch.inference_mode():
+        assert not torch.allclose(student(torch.tensor([[5, 6, 7]])).logits[:, -1], before[:, -1])
+    assert dw.Target(student).mask_plan == target.mask_plan  # whatever attention it has taken over
+
+
+def test_a_packed_model_can_be_the_model_of_another_target(source: Path) -> None:
+    first = dw.Target.from_pretrained(source, packed=True)
+    second = dw.Target(first.model, packed=True)
+    assert second.model is first.model
+    assert torch.equal(scores(second, 7), scores(first, 7))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...core.attention import group_attention
 from ...core.checks import real_number, whole_number
 from ...core.drafter import Drafter, DraftSession, Observation
 from ...core.errors import InvalidRequest
@@ -125,7 +126,9 @@ def _pack(head: Head) -> None:
     ids = torch.arange(2)[None]
     hidden = torch.ones(1, 2, head.config.hidden_size, dtype=head.dtype)
     pack_linears(head)
-    pack_siblings(head, lambda: head(ids, hidden, ids, None))
+    mask = torch.ones(1, 1, 2, 2, dtype=torch.bool).tril_()
+    pack_siblings(head, lambda: head(ids, hidden, ids, mask))
+    group_attention(head.config, lambda: head(ids, hidden, ids, mask))
 
 
 def _shape(tree: Any, depth: int | None, nodes: int | None, width: int | None) -> TreeShape:
