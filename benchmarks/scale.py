@@ -105,7 +105,10 @@ def long_study(count: int) -> float:
     def study(prompts: int) -> None:
         texts = [[place % 89 for place in range(start, start + 12)] for start in range(prompts)]
         with tempfile.TemporaryDirectory() as folder:
-            dw.compare(model, ["prompt-lookup"], prompts=texts, max_new_tokens=4, directory=Path(folder) / "study")
+            report = dw.compare(
+                model, ["prompt-lookup"], prompts=texts, max_new_tokens=4, directory=Path(folder) / "study"
+            )
+            report.save(folder)
 
     study(30)
     before = peak()

@@ -6,38 +6,25 @@ rounds after the prompt was read.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from ..core.stats import RowStats
-from .agreement import Agreement, worst
+from .agreement import Agreement
 from .store import Record
+from .tally import CONDITIONS, FloatArray, Side, Tallies, Tally
 from .theory import break_even_alpha, expected_tokens_of_lengths
 
 RESAMPLES = 2000
+RESAMPLES_AT_ONCE = 100_000
+"""Prompts drawn, over all resamples, before their ratios are taken."""
 CONFIDENCE = 0.95
 FEWEST = 5
 """Prompts below which a bootstrap interval would say more about luck than about the drafter."""
 NOISY = 0.10
 """Repeated runs of plain decoding that differ by more than this (root mean square) make a study `noisy`."""
-
-Run = dict[str, Any]
-FloatArray = npt.NDArray[np.float64]
-CONDITIONS = ("target", "dtype", "rule", "temperature", "batch_size", "max_new_tokens", "seed", "chat")
-
-
-class _Pair(NamedTuple):
-    """Plain decoding's runs and a drafter's on the same prompts."""
-
-    base: list[Run]
-    own: list[Run]
-    prompts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -139,137 +126,74 @@ class Row:
         return self.agreement.verdict + ("" if margin is None else f" ({margin:.2g})")
 
 
-def rows(records: Sequence[Record], *, by_category: bool = False) -> list[Row]:
+def rows(records: Iterable[Record] | Tallies, *, by_category: bool = False) -> list[Row]:
     """Sums records up, in the order of their first appearance; plain decoding comes first in each group.
 
     Args:
-        records: of a study.
+        records: of a study, or what they were added up to.
         by_category: one row a category in place of one for all.
     """
-    groups: dict[tuple[Any, ...], list[Record]] = {}
-    for record in records:
-        category = record["category"] if by_category else None
-        conditions = (record["conditions"][name] for name in CONDITIONS)
-        groups.setdefault((*conditions, record["prompt_set"], category), []).append(record)
-    return [row for key, group in groups.items() for row in _group_rows(group, key[-1])]
+    tallies = records if isinstance(records, Tallies) else Tallies.of(records)
+    found = []
+    for group, drafters in tallies.groups.items():
+        *conditions, prompt_set, category = group
+        if (category is None) == by_category:
+            continue
+        given = dict(zip(CONDITIONS, conditions, strict=True))
+        lossless = group not in tallies.lossy
+        for label, tally in drafters.items():
+            row = Row(**given, lossless=lossless, prompt_set=prompt_set, category=category, drafter=label)
+            found.append(_measured(replace(row, cells=tally.cells, errors=tuple(tally.errors)), tally))
+    return found
 
 
-def _group_rows(records: Sequence[Record], category: str | None) -> list[Row]:
-    labels = dict.fromkeys(label for record in records for label in record["drafters"])
-    return [_row(records, category, label) for label in labels]
-
-
-def _row(records: Sequence[Record], category: str | None, label: str) -> Row:
-    pairs = [pair for record in records if (pair := _pair(record, label)) is not None]
-    runs = [run for pair in pairs for run in pair.own]
-    row = Row(
-        **{name: records[0]["conditions"][name] for name in CONDITIONS},
-        lossless=all(record.get("lossless", True) for record in records),
-        prompt_set=records[0]["prompt_set"],
-        category=category,
-        drafter=label,
-        cells=len(pairs),
-        errors=tuple(dict.fromkeys(run["error"] for r in records for run in _runs(r, label) if "error" in run)),
-    )
-    return _measured(row, pairs, runs) if runs else row
-
-
-def _measured(row: Row, pairs: Sequence[_Pair], runs: Sequence[Run]) -> Row:
-    plain = [run for pair in pairs for run in pair.base]
-    stats, seconds, decode = _stats(runs), _phases(runs), sum(_decode_seconds(run) for run in runs)
+def _measured(row: Row, tally: Tally) -> Row:
+    own, stats = tally.own, tally.own.stats
+    if not own.runs:
+        return row
     baseline = row.drafter == "none"
-    agreements = [Agreement(**one) for run in runs for one in run.get("agreement", ())]
-    peaks = [run["peak_bytes"] for run in runs if run.get("peak_bytes") is not None]
     return replace(
         row,
         tokens=stats.committed,
-        tokens_per_second=stats.committed / decode if stats.committed else None,
-        speedup=(1.0 if stats.committed else None) if baseline else _speedup(pairs),
-        interval=None if baseline else _interval(pairs),
+        tokens_per_second=stats.committed / own.decode_seconds if stats.committed else None,
+        speedup=(1.0 if stats.committed else None) if baseline else _speedup(tally.totals),
+        interval=None if baseline else _interval(tally.totals),
         tau=stats.tau if stats.rounds else None,
         acceptance_by_depth=stats.acceptance_by_depth,
-        acceptance_by_rank=_ranks(runs),
+        acceptance_by_rank=[hit / many for hit, many in zip(own.accepted_by_rank, own.tried_by_rank, strict=True)],
         drafted_by_round=stats.drafted / stats.rounds if stats.rounds else None,
-        seconds_per_round={phase: value / stats.rounds for phase, value in seconds.items()} if stats.rounds else {},
-        seconds_by_width=_widths(runs),
-        prefill_seconds=sum(run["seconds"]["prefill"] for run in runs) / len(runs),
-        theory=_predict(stats, seconds, _stats(plain), _phases(plain)),
-        agreement=worst(agreements) if agreements else None,
-        differing=sum(one.verdict != "yes" for one in agreements),
-        peak_bytes=max(peaks, default=None),
+        seconds_per_round={phase: value / stats.rounds for phase, value in _phases(own).items()}
+        if stats.rounds
+        else {},
+        seconds_by_width={width: seconds / rounds for width, (rounds, seconds) in sorted(own.passes.items())},
+        prefill_seconds=stats.seconds.prefill / own.runs,
+        theory=_predict(own, tally.plain),
+        agreement=tally.agreement,
+        differing=tally.differing,
+        peak_bytes=tally.peak_bytes,
     )
 
 
-def _predict(stats: RowStats, seconds: dict[str, float], plain: RowStats, base: dict[str, float]) -> Prediction | None:
+def _predict(own: Side, plain: Side) -> Prediction | None:
+    stats, seconds = own.stats, own.stats.seconds
     levels = sum(stats.drafted_by_depth)
-    if not levels or not plain.rounds:
+    if not levels or not plain.stats.rounds:
         return None
-    one_pass = base["verify"] / plain.rounds
+    one_pass = plain.stats.seconds.verify / plain.stats.rounds
     reached = [stats.rounds, *stats.accepted_by_depth]
     tried = sum(min(pair) for pair in zip(stats.drafted_by_depth, reached, strict=False))
     alpha, gamma = sum(stats.accepted_by_depth) / tried, levels / stats.rounds
-    c, v = seconds["draft"] / levels / one_pass, seconds["verify"] / stats.rounds / one_pass
+    c, v = seconds.draft / levels / one_pass, seconds.verify / stats.rounds / one_pass
     tokens = expected_tokens_of_lengths(alpha, [count / stats.rounds for count in stats.drafted_by_depth])
     return Prediction(
         alpha, gamma, c, v, tokens, tokens / (gamma * c + v), break_even_alpha(max(round(gamma), 1), c, v)
     )
 
 
-def _pair(record: Record, label: str) -> _Pair | None:
-    """Returns the runs of plain decoding and of a drafter on one cell, if both went through."""
-    base = [run for run in _runs(record, "none") if not run.get("again")]
-    own = [run for run in _runs(record, label) if not run.get("again")]
-    whole = base and len(base) == len(own) and not any("error" in run for run in (*base, *own))
-    return _Pair(base, own, tuple(record["prompts"])) if whole else None
-
-
-def _runs(record: Record, label: str) -> list[Run]:
-    return [run for run in record["runs"] if run["drafter"] == label]
-
-
-def _stats(runs: Sequence[Run]) -> RowStats:
-    names = ("rounds", "committed", "drafted", "drafted_by_depth", "accepted_by_depth")
-    return RowStats().merge(RowStats(**{name: run[name] for name in names}) for run in runs)
-
-
-def _phases(runs: Sequence[Run]) -> dict[str, float]:
+def _phases(side: Side) -> dict[str, float]:
     """Returns the seconds of decoding by phase; `other` is what no phase covers."""
-    phases = {phase: sum(run["seconds"][phase] for run in runs) for phase in ("draft", "verify", "accept", "commit")}
-    return phases | {"other": sum(map(_decode_seconds, runs)) - sum(phases.values())}
-
-
-def _ranks(runs: Sequence[Run]) -> list[float]:
-    tried, accepted = (
-        [sum(ranks) for ranks in itertools.zip_longest(*(run[name] for run in runs), fillvalue=0)]
-        for name in ("tried_by_rank", "accepted_by_rank")
-    )
-    return [hit / many for hit, many in zip(accepted, tried, strict=True)]
-
-
-def _widths(runs: Sequence[Run]) -> dict[int, float]:
-    totals: dict[int, list[float]] = {}
-    for width, rounds, seconds in (entry for run in runs for entry in run["passes"]):
-        total = totals.setdefault(width, [0, 0.0])
-        total[0] += rounds
-        total[1] += seconds
-    return {width: seconds / rounds for width, (rounds, seconds) in sorted(totals.items())}
-
-
-def _decode_seconds(run: Run) -> float:
-    return float(run["seconds"]["total"] - run["seconds"]["prefill"])
-
-
-def _totals(pairs: Sequence[_Pair]) -> FloatArray:
-    """Returns [cells, 4]: seconds and tokens of plain decoding, seconds and tokens of the drafter."""
-    totals = [
-        [
-            total
-            for runs in (pair.base, pair.own)
-            for total in (sum(map(_decode_seconds, runs)), sum(run["committed"] for run in runs))
-        ]
-        for pair in pairs
-    ]
-    return np.array(totals, dtype=np.float64)
+    seconds = side.stats.seconds
+    return {phase: getattr(seconds, phase) for phase in ("draft", "verify", "accept", "commit", "other")}
 
 
 def _ratio(totals: FloatArray) -> FloatArray:
@@ -278,34 +202,31 @@ def _ratio(totals: FloatArray) -> FloatArray:
     return ratio
 
 
-def _speedup(pairs: Sequence[_Pair]) -> float | None:
-    totals = _totals(pairs).sum(0)
-    return float(_ratio(totals)) if totals.all() else None
+def _speedup(totals: FloatArray) -> float | None:
+    whole = totals.sum(0)
+    return float(_ratio(whole)) if whole.all() else None
 
 
-def _interval(pairs: Sequence[_Pair]) -> tuple[float, float] | None:
+def _interval(totals: FloatArray) -> tuple[float, float] | None:
     """The middle 95 % of the speedups of resampled prompts (percentile bootstrap).
 
     Repeats of a prompt are no new prompts: they stay together.
     """
-    repeats: dict[tuple[str, ...], list[_Pair]] = {}
-    for pair in pairs:
-        repeats.setdefault(pair.prompts, []).append(pair)
-    totals = np.array([_totals(same).sum(0) for same in repeats.values()]).reshape(-1, 4)
     totals = totals[(totals > 0).all(1)]  # texts that ended with the prompt's own token took no time
     if len(totals) < FEWEST:
         return None
-    drawn = np.random.default_rng(0).integers(len(totals), size=(RESAMPLES, len(totals)))
-    ends = np.quantile(_ratio(totals[drawn].sum(1)), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    source = np.random.default_rng(0)
+    # A few at a time, since all samples of thousands of prompts together would take hundreds of megabytes.
+    part = max(RESAMPLES_AT_ONCE // len(totals), 1)
+    ratios = [
+        _ratio(totals[source.integers(len(totals), size=(min(part, RESAMPLES - done), len(totals)))].sum(1))
+        for done in range(0, RESAMPLES, part)
+    ]
+    ends = np.quantile(np.concatenate(ratios), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return float(ends[0]), float(ends[1])
 
 
-def noise(records: Sequence[Record]) -> float | None:
+def noise(records: Iterable[Record] | Tallies) -> float | None:
     """Root mean square difference, relative, of repeated runs of plain decoding; None if nothing was repeated."""
-    logs = []
-    for record in records:
-        timed = [run for run in _runs(record, "none") if "error" not in run and _decode_seconds(run) > 0]
-        for again in (run for run in timed if run.get("again")):
-            first = next(run for run in timed if run["turn"] == again["turn"])
-            logs.append(math.log(_decode_seconds(again) / _decode_seconds(first)))
-    return math.sqrt(sum(log * log for log in logs) / len(logs)) if logs else None
+    squares = (records if isinstance(records, Tallies) else Tallies.of(records)).noise
+    return math.sqrt(sum(squares) / len(squares)) if squares else None

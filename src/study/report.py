@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from io import StringIO
@@ -24,6 +24,7 @@ from . import metrics, plots
 from .export import Grid, Section, html_table, latex, markdown, page
 from .metrics import Row
 from .store import RESULTS, Record, read_records
+from .tally import CONDITIONS, Tallies
 
 if TYPE_CHECKING:
     import pandas
@@ -36,11 +37,13 @@ class Report:
     """What a study found.
 
     Attributes:
-        records: one a finished cell, as they are kept in `results.jsonl`.
+        records: one a finished cell, as they are kept in `results.jsonl`; those of a directory stay there and are
+            read whenever they are asked for.
     """
 
     def __init__(self, records: Sequence[Record]) -> None:
-        self.records = list(records)
+        self.records = records
+        self._tallies = Tallies.of(records)
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -54,24 +57,24 @@ class Report:
         for number, record in enumerate(records, start=1):
             conditions = record["conditions"]
             known = {*record, *(conditions if isinstance(conditions, dict) else ())}
-            if missing := [name for name in (*_FIELDS, *metrics.CONDITIONS) if name not in known]:
+            if missing := [name for name in (*_FIELDS, *CONDITIONS) if name not in known]:
                 raise InvalidCheckpoint(f"{str(path)!r}, line {number}: no record of a study, it lacks {missing[0]!r}")
         return cls(records)
 
     @cached_property
     def rows(self) -> list[Row]:
         """One row for each drafter and set of conditions."""
-        return metrics.rows(self.records)
+        return metrics.rows(self._tallies)
 
     @cached_property
     def rows_by_category(self) -> list[Row]:
         """The same, category by category."""
-        return metrics.rows(self.records, by_category=True)
+        return metrics.rows(self._tallies, by_category=True)
 
     @cached_property
     def noise(self) -> float | None:
         """By how much repeated runs of plain decoding differ, relative; None if nothing was repeated."""
-        return metrics.noise(self.records)
+        return metrics.noise(self._tallies)
 
     @property
     def noisy(self) -> bool:
@@ -104,7 +107,7 @@ class Report:
                 unclear.setdefault(row.drafter, []).append(row)
         if unclear:
             notes.append(f"too close to plain decoding to tell: {'; '.join(map(self._name, unclear.values()))}")
-        if mixed := _differing([record["environment"] for record in self.records]):
+        if mixed := self._tallies.mixed:
             notes.append(f"measured under different {', '.join(mixed)}: speedups hold, tokens/s are of no one machine")
         lossy = dict.fromkeys(row.rule for row in self.rows if not row.lossless)
         notes += [f"the rule {rule} is lossy: its text is not the target's" for rule in lossy]
@@ -118,7 +121,7 @@ class Report:
             "noise": self.noise,
             "noisy": self.noisy,
             "notes": self.notes(),
-            "environment": self.records[-1]["environment"] if self.records else None,
+            "environment": self._tallies.environments[1] if self._tallies.environments else None,
         }
 
     def to_pandas(self, *, by_category: bool = False) -> pandas.DataFrame:
@@ -162,8 +165,7 @@ class Report:
             if any(record["key"] not in kept for record in self.records):
                 raise InvalidRequest(f"{str(place / RESULTS)!r} holds another study; save this one elsewhere")
         else:
-            lines = [json.dumps(record) + "\n" for record in self.records]
-            _put(place / RESULTS, "".join(lines))
+            _put(place / RESULTS, (json.dumps(record).encode() + b"\n" for record in self.records))
         _put(place / "report.json", json.dumps(self.to_json(), indent=1))
         grids = {"table": _grid(self.rows), "table_by_category": _grid(self.rows_by_category)}
         for name, grid in grids.items():
@@ -206,9 +208,9 @@ class Report:
         return [row for row in self.rows_by_category if _title(row) == _title(like)]
 
     def _facts(self) -> dict[str, str]:
-        if not self.records:
+        if self._tallies.environments is None:
             return {}
-        first, last = self.records[0]["environment"], self.records[-1]["environment"]
+        first, last = self._tallies.environments
         versions = ", ".join(f"{name} {version}" for name, version in last["versions"].items() if version)
         facts = {
             "date": first["date"] if first["date"] == last["date"] else f"{first['date']} to {last['date']}",
@@ -334,12 +336,6 @@ def _rates(rates: Sequence[float]) -> str:
     return " ".join(f"{rate:.2f}".removeprefix("0") for rate in rates[:_DEPTHS])
 
 
-def _differing(environments: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns what is not the same everywhere, the date apart."""
-    names = dict.fromkeys(name for one in environments for name in one if name != "date")
-    return [name for name in names if any(one.get(name) != environments[0].get(name) for one in environments)]
-
-
 def _title(row: Row) -> str:
     lossy, chat = "" if row.lossless else " (lossy)", "chat" if row.chat else "raw"
     return (
@@ -358,9 +354,11 @@ def _text(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def _put(path: Path, content: str | bytes) -> None:
+def _put(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     """Writes a file whole or not at all, whoever else is writing it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     # A lone surrogate, which JSON may hold, has no bytes in UTF-8.
-    partial.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+    parts = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    with open(partial, "wb") as file:
+        file.writelines([parts] if isinstance(parts, bytes) else parts)
     partial.replace(path)

@@ -24,7 +24,7 @@ from .environment import default_device
 from .prompts import PromptSet, load_prompts
 from .report import Report
 from .spec import DrafterSpec, as_specs, unique
-from .store import Record, Store
+from .store import Store
 
 Progress = Callable[[int, int, str], None]
 """Called with cells done, cells in all and what is being done."""
@@ -110,14 +110,7 @@ def compare(
         cells = [cell for given in conditions for cell in plan(given, sets, repeats)]
         keys += [cell.key for cell in cells]
         _run(loaded, cells, specs, store, registry, _part(progress, place, len(targets)))
-    labels = {spec.label for spec in specs}
-    return Report([_only(record, labels) for record in store.records(keys)])
-
-
-def _only(record: Record, labels: set[str]) -> Record:
-    """Returns a record without the drafters that were not asked for: a directory may hold more than one study."""
-    runs = [run for run in record["runs"] if run["drafter"] in labels]
-    return {**record, "drafters": [label for label in record["drafters"] if label in labels], "runs": runs}
+    return Report(store.records(keys, {spec.label for spec in specs}))
 
 
 def _run(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple, overload
 
 from filelock import FileLock, Timeout
 
@@ -20,6 +20,59 @@ from ..core.errors import InvalidCheckpoint, InvalidRequest
 Record = dict[str, Any]
 
 RESULTS = "results.jsonl"
+
+
+class _Line(NamedTuple):
+    """Where a record is in a file."""
+
+    key: str
+    number: int
+    start: int
+    end: int
+
+
+class StoredRecords(Sequence[Record]):
+    """Records that stay in their file and are read one by one, whenever they are asked for.
+
+    Args:
+        file: the results of a study.
+        lines: where the records are.
+        drafters: the labels to leave in them; None for all.
+    """
+
+    def __init__(self, file: Path, lines: Sequence[_Line], drafters: Collection[str] | None = None) -> None:
+        self._file, self._lines, self._drafters = file, lines, drafters
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __iter__(self) -> Iterator[Record]:
+        return self._read(self._lines)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        if isinstance(index, slice):
+            return list(self._read(self._lines[index]))
+        return next(self._read([self._lines[index]]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _read(self, lines: Sequence[_Line]) -> Iterator[Record]:
+        if not lines:
+            return
+        with _opened(self._file) as content:
+            for line in lines:
+                content.seek(line.start)
+                record = _parse(content.read(line.end - line.start), self._file, line.number)
+                yield record if self._drafters is None else _only(record, self._drafters)
 
 
 class Store:
@@ -38,7 +91,7 @@ class Store:
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory
         self._records: list[Record] = []  # without a directory
-        self._lines: list[tuple[str, int, int]] = []  # with one: key, start and end of each record in the file
+        self._lines: list[_Line] = []  # with one
         self._finished: dict[str, set[str]] = {}
         self._read = 0
         if directory is not None:
@@ -48,20 +101,19 @@ class Store:
                 raise InvalidRequest(f"cannot keep a study in {str(directory)!r}: {error}") from error
             self.refresh()
 
-    def records(self, keys: Iterable[str] | None = None) -> list[Record]:
-        """Returns the records of the given cells, in the order in which they were written; all when None."""
+    def records(self, keys: Iterable[str] | None = None, drafters: Collection[str] | None = None) -> Sequence[Record]:
+        """Returns the records of the given cells, in the order in which they were written; all when None.
+
+        Args:
+            keys: of the cells.
+            drafters: the labels to leave in the records, since a directory may hold more than one study; None for all.
+        """
         wanted = None if keys is None else set(keys)
         if self.directory is None:
-            return [record for record in self._records if wanted is None or record["key"] in wanted]
-        if not self._lines:
-            return []
-        path = self.directory / RESULTS
-        with open(path, "rb") as file:
-            return [
-                _parse(file.read(end - start), path, number)
-                for number, (key, start, end) in enumerate(self._lines, start=1)
-                if (wanted is None or key in wanted) and file.seek(start) >= 0
-            ]
+            kept = [record for record in self._records if wanted is None or record["key"] in wanted]
+            return kept if drafters is None else [_only(record, drafters) for record in kept]
+        lines = [line for line in self._lines if wanted is None or line.key in wanted]
+        return StoredRecords(self.directory / RESULTS, lines, drafters)
 
     def finished(self, key: str) -> set[str]:
         """Returns the labels of the drafters that a cell already has."""
@@ -113,7 +165,7 @@ class Store:
                     break
                 record = _parse(line, path, len(self._lines) + 1)
                 start, self._read = self._read, self._read + len(line)
-                self._lines.append((record["key"], start, self._read))
+                self._lines.append(_Line(record["key"], len(self._lines) + 1, start, self._read))
                 self._note(record)
 
     def _note(self, record: Record) -> None:
@@ -125,7 +177,7 @@ class Store:
         return FileLock(self.directory / ".locks" / "results")
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path) -> StoredRecords:
     """Reads the records of a study directory or of its results file, without claiming or changing anything.
 
     Raises:
@@ -133,12 +185,29 @@ def read_records(path: Path) -> list[Record]:
         InvalidCheckpoint: a line is no record.
     """
     file = path / RESULTS if path.is_dir() else path
+    lines: list[_Line] = []
+    with _opened(file) as content:
+        start = 0
+        for number, line in enumerate(content, start=1):
+            if line.endswith(b"\n"):  # else another process is writing it, or was killed
+                lines.append(_Line(_parse(line, file, number)["key"], number, start, start + len(line)))
+            start += len(line)
+    return StoredRecords(file, lines)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
     try:
-        content = file.read_bytes()
+        with open(file, "rb") as content:
+            yield content
     except OSError as error:
-        raise InvalidRequest(f"no study at {str(path)!r}: {error}") from error
-    lines = content[: content.rfind(b"\n") + 1].splitlines()
-    return [_parse(line, file, number) for number, line in enumerate(lines, start=1)]
+        raise InvalidRequest(f"no study at {str(file)!r}: {error}") from error
+
+
+def _only(record: Record, labels: Collection[str]) -> Record:
+    """Returns a record without the drafters that are not among `labels`."""
+    runs = [run for run in record["runs"] if run["drafter"] in labels]
+    return {**record, "drafters": [label for label in record["drafters"] if label in labels], "runs": runs}
 
 
 def _parse(line: bytes, path: Path, number: int) -> Record:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from draftwood.study import metrics
 from draftwood.study.metrics import noise, rows
 from draftwood.study.report import Report
 from tests.study.records import record, run
@@ -150,3 +151,14 @@ def test_texts_of_one_token_have_no_speed():
     row = row_of(records, "x")
     assert (row.tokens_per_second, row.speedup, row.tau) == (None, None, None)
     assert str(Report(records))
+
+
+def test_intervals_do_not_depend_on_how_many_samples_are_drawn_at_once(monkeypatch):
+    records = [
+        record(run("none", total=5 + place % 3), run("x", total=3 + place % 4), prompt=place) for place in range(12)
+    ]
+    whole = row_of(records, "x").interval
+    assert whole[0] < whole[1]
+    for few in (1, 50):
+        monkeypatch.setattr(metrics, "RESAMPLES_AT_ONCE", few)
+        assert row_of(records, "x").interval == whole

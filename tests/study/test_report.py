@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import shutil
+import tracemalloc
 import sys
 import xml.etree.ElementTree as ElementTree
 
@@ -134,6 +135,34 @@ def test_saving_again_does_not_touch_the_records(saved, tmp_path):
     study(categories="a", temperatures=(0.0,)).save(tmp_path)
     assert (tmp_path / "results.jsonl").read_bytes() == (saved / "results.jsonl").read_bytes()
     assert (tmp_path / "speedup.svg").exists()  # one set of conditions needs no numbers
+
+
+def test_a_report_outlives_the_directory_of_its_study(saved, tmp_path):
+    shutil.copy(saved / "results.jsonl", tmp_path)
+    report = Report.load(tmp_path)
+    shutil.rmtree(tmp_path)
+    assert report.to_json() == study().to_json()
+    assert str(report) == str(study())
+    with pytest.raises(InvalidRequest, match="no study at"):
+        report.save(tmp_path)
+
+
+def test_a_long_study_is_summed_up_in_little_memory(tmp_path):
+    def grown(prompts: int) -> int:
+        with open(tmp_path / "results.jsonl", "w") as file:
+            for place in range(prompts):
+                one = record(*(run(name, tokens=[[place] * 64], agreement=[]) for name in ("none", "x")), prompt=place)
+                file.write(json.dumps(one) + "\n")
+        tracemalloc.start()
+        report = Report.load(tmp_path)
+        assert len(report.rows) == len(report.rows_by_category) == 2
+        assert report.rows[1].cells == prompts
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return peak
+
+    grown(50)  # what is loaded once
+    assert (grown(1200) - grown(200)) / 1000 < 2500  # bytes a prompt; a record takes thirteen thousand
 
 
 @pytest.mark.parametrize("lacks", ["environment", "temperature"])

@@ -37,6 +37,23 @@ def test_another_process_sees_it_and_a_new_one_too(tmp_path):
     assert Store(tmp_path).records() == first.records() == read_records(tmp_path)
 
 
+def test_records_stay_in_their_file_and_can_be_indexed(tmp_path):
+    store = Store(tmp_path)
+    for key in "abc":
+        store.append(record(key, "none", "x"))
+    found = store.records(["c", "a"], {"x"})
+    assert [(one["key"], one["drafters"], len(one["runs"])) for one in found] == [("a", ["x"], 1), ("c", ["x"], 1)]
+    assert found[-1] == found[1] == list(found)[1]
+    assert found[:1] == [found[0]]
+    with pytest.raises(IndexError):
+        found[2]
+    store.append(record("a", "none"))
+    assert len(found) == 2  # what was there when they were asked for
+    (tmp_path / RESULTS).unlink()
+    with pytest.raises(InvalidRequest, match="no study at"):
+        list(found)
+
+
 def test_a_half_written_line_is_no_record_and_is_replaced(tmp_path):
     Store(tmp_path).append(record("a", "none"))
     with open(tmp_path / RESULTS, "ab") as file:
