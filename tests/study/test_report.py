@@ -7,8 +7,8 @@ import importlib
 import json
 import re
 import shutil
-import tracemalloc
 import sys
+import tracemalloc
 import xml.etree.ElementTree as ElementTree
 
 import pytest
