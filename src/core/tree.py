@@ -16,6 +16,8 @@ from torch import Tensor
 from .errors import InvalidRequest
 
 ROOT = -1
+_BITS = 63
+"""Nodes whose numbers fit into a signed number of 64 bits, plus one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,10 +129,24 @@ class TokenTree:
 
     @cached_property
     def ancestors(self) -> Tensor:
-        """[batch, nodes, nodes] bool: entry (i, j) says that j is i or an ancestor of i.
+        """[batch, nodes, nodes] bool: entry (i, j) says that j is i or an ancestor of i."""
+        if self.parents.device.type == "cpu" and self.width < _BITS:
+            return self._spread_bits()
+        return self._closure()
 
-        The closure of "self and parent" by repeated squaring: log2(nodes) small products, any shape of tree.
-        """
+    def _spread_bits(self) -> Tensor:
+        """On the host a node's ancestors are gathered in the bits of a number, those of its parent and itself."""
+        rows = []
+        for parents in self.parents.tolist():
+            bits: list[int] = []
+            for node, parent in enumerate(parents):
+                bits.append((bits[parent] if parent >= 0 else 0) | 1 << node)
+            rows.append(bits)
+        packed = torch.tensor(rows, dtype=torch.int64).reshape(self.batch, self.width, 1)
+        return packed >> torch.arange(self.width) & 1 > 0
+
+    def _closure(self) -> Tensor:
+        """The closure of "self and parent" by repeated squaring: log2(nodes) small products, any shape of tree."""
         width, device = self.width, self.tokens.device
         reach = torch.eye(width, device=device).expand(self.batch, width, width).clone()
         has_parent = (self.parents >= 0).to(reach.dtype)
