@@ -8,6 +8,7 @@ Every comparison of speed is a ratio of two things that took turns in one run. R
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import statistics
@@ -32,6 +33,7 @@ from transformers import (
 import draftwood as dw
 from draftwood.core.anatomy import forward_arguments
 from draftwood.core.loading import load_model
+from draftwood.core.packing import PackedLinear
 from draftwood.core.tree import TokenTree
 from draftwood.drafters.draft_model import DraftModel
 from draftwood.plugins import load_registry
@@ -187,6 +189,34 @@ def pass_widths(target: dw.Target, context: int = 256, rounds: int = 8) -> None:
     show(figure="milliseconds a pass by tokens", dtype=described(target), context=context, **medians)
 
 
+@torch.inference_mode()
+def products(target: dw.Target, rounds: int = 12) -> None:
+    """Gigabytes of weights a second: of a packed pass's products by the rows multiplied, and of reading them alone."""
+    linears = [part for part in target.model.modules() if isinstance(part, PackedLinear)]
+    packed = {id(part._packed): part._packed for part in linears}.values()
+    size = sum(part.weight.numel() * part.weight.element_size() for part in linears)
+
+    def multiply(rows: int) -> None:
+        for one in packed:
+            one._product(inputs[rows, one.weight.shape[1]], None)
+
+    counts = (1, 4, 8, 16)
+    inputs = {(rows, one.weight.shape[1]): torch.randn(rows, one.weight.shape[1]) for rows in counts for one in packed}
+    inputs = {key: value.to(target.dtype) for key, value in inputs.items()}
+    work: dict[str, Callable[[], object]] = {"read": lambda: [part.weight.sum() for part in linears]}
+    work |= {str(rows): functools.partial(multiply, rows) for rows in counts}
+    took: dict[str, list[float]] = {}
+    for _ in range(rounds + 1):
+        for label, one in work.items():
+            start = time.perf_counter()
+            one()
+            took.setdefault(label, []).append(time.perf_counter() - start)
+    speeds = {label: round(size / statistics.median(times[1:]) / 1e9, 1) for label, times in took.items()}
+    show(
+        figure="gigabytes a second of packed products by rows", dtype=str(target.dtype), gigabytes=size / 1e9, **speeds
+    )
+
+
 def resident(dtype: str, packed: bool) -> tuple[int, int, int]:
     """Resident bytes of a process before it loads the model, after some decoding, and at its peak."""
     before = status("VmRSS")
@@ -219,7 +249,9 @@ def memory(dtype: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", action="append", help="of the speed figures; float32 and bfloat16 by default")
-    parser.add_argument("--only", choices=["identity", "speed", "widths", "memory"], help="some of the figures")
+    parser.add_argument(
+        "--only", choices=["identity", "speed", "widths", "products", "memory"], help="some of the figures"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer prompts and shorter texts")
     given = parser.parse_args()
     length, count = (16, 2) if given.quick else (48, 4)
@@ -248,6 +280,8 @@ def main() -> None:
         for target in targets:
             if given.only in (None, "widths"):
                 pass_widths(target)
+            if target.packed and given.only in (None, "products"):
+                products(target)
             if given.only in (None, "speed"):
                 against_generate(model, target, prompts, length, rounds=1 if given.quick else 3)
                 drafted_overhead(target, prompts, length)

@@ -152,6 +152,8 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
             axes.plot([line[by] for line in own], [line[str(width)] for line in own], marker="o", label=label)
         axes.set(title=title, xlabel="tokens of context" if by == "context" else "batch", ylabel="ms a pass")
         axes.set_xscale("log", base=2)
+        axes.set_xticks([line[by] for line in own], [str(line[by]) for line in own])
+        axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.grid(color="#e5e5e5")
     by_context.legend(frameon=False)

@@ -127,6 +127,8 @@ def probe(target: Target) -> dict[int, LayerShape]:
     # The median, since a near tie between experts may send one node to another expert in half precision.
     worst = float(wrong.median(-1).values.max())
     allowed = 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.2
+    if getattr(target.model, "is_quantized", False):  # kernels of quantised weights round to half precision inside
+        allowed = max(allowed, 1e-2)
     if not worst <= allowed:
         raise UnsupportedModel(
             f"{name} scores a token tree differently from its paths (relative error {worst:.2g}): its layers do not "

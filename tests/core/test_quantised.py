@@ -98,3 +98,28 @@ def test_activations_quantised_by_tensor_are_refused() -> None:
         model = torch.ao.quantization.quantize_dynamic(floats(), {nn.Linear}, dtype=torch.qint8)
     with pytest.raises(UnsupportedModel, match="quantise activations"):
         dw.Target(model)
+
+
+class Rounding(nn.Linear):
+    """A product that differs by so much with the number of rows, as kernels of quantised weights do."""
+
+    by = 0.0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * (1 + self.by * input.shape[-2])
+
+
+@pytest.mark.parametrize(
+    ("by", "quantised", "works"), [(0.0, False, True), (0.005, False, False), (0.005, True, True), (0.1, True, False)]
+)
+def test_kernels_of_quantised_weights_may_round_to_half_precision(by: float, quantised: bool, works: bool) -> None:
+    model: Any = floats()
+    model.is_quantized = quantised  # as transformers sets it
+    for block in model.model.layers:
+        block.mlp.down_proj.__class__ = Rounding
+        block.mlp.down_proj.by = by
+    if works:
+        dw.Target(model)
+    else:
+        with pytest.raises(UnsupportedModel, match="relative error"):
+            dw.Target(model)
