@@ -25,7 +25,7 @@ Model = Annotated[
 DType = Annotated[str | None, typer.Option(help="Type of the target's weights, such as bfloat16.")]
 Device = Annotated[str | None, typer.Option(help="Where the target runs; default: the accelerator, if there is one.")]
 Packed = Annotated[
-    bool, typer.Option("--packed", help="Keep packed copies of the weights too: faster passes on a CPU, more memory.")
+    bool, typer.Option("--packed", help="Pack the weights: faster passes on a CPU, a little more memory.")
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

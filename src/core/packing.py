@@ -107,6 +107,8 @@ class PackedLinear(nn.Linear):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
         if id(self.weight) in memo:
             twin: nn.Linear = copy.copy(self)
+            # Dicts of its own: hooks of the copy must not be hooks of this layer.
+            vars(twin).update({name: copy.copy(own) for name, own in vars(self).items() if isinstance(own, dict)})
             twin._parameters = {name: copy.deepcopy(part, memo) for name, part in self._parameters.items()}
             return twin
         twin = nn.Linear(self.in_features, self.out_features, bias=False, device="meta").train(self.training)

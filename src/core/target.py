@@ -55,9 +55,10 @@ class Target:
         tokenizer: needed for text in and out, not for token ids.
         prefill_chunk: most prompt tokens read in one forward, all its rows together; bounds the memory of long
             prompts, of which the mask of a forward takes `prefill_chunk` bytes a token of context.
-        packed: multiply by packed copies of the weights of linear layers (core/packing.py): on a CPU a pass over a
-            tree then costs little more than one over a token. Takes the memory of these weights once more; logits
-            differ from the model's by rounding.
+        packed: multiply by packed copies of the weights of linear layers (core/packing.py), and read keys once for
+            all heads that share them (core/attention.py): on a CPU a pass over a tree then costs little more than
+            one over a token. Takes the memory of these weights once more, unless `from_pretrained` loads the model;
+            logits differ from the model's by rounding.
 
     Raises:
         InvalidRequest: `packed` for a model that is sharded or not on the CPU, or of a type that cannot be packed.
@@ -104,8 +105,8 @@ class Target:
         Args:
             source: a directory, a hub id, a GGUF file, or `"smollm2"`, the packaged demo model.
             dtype: such as `"bfloat16"`; None keeps the type the weights are stored in.
-            packed: as of `Target`, but the weights of the linear layers inside blocks are packed alone and not kept
-                twice: with the LM head's and the embeddings, little more memory than without.
+            packed: as of `Target`; but of linear layers other than the LM head the packed weights are the only ones,
+                which can be read and not written to, so that it takes little more memory than without.
             prefill_chunk: as of `Target`.
             **options: as of `draftwood.core.loading.load_model`, such as `device_map="auto"` or, under torchrun,
                 `tp_plan="auto"`.

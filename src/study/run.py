@@ -73,7 +73,7 @@ def compare(
         chat: render prompts with the chat template; None does so where there is one.
         dtype: of targets that are loaded here.
         device: of targets that are loaded here; None takes this process's accelerator, if there is one.
-        packed: whether targets that are loaded here keep packed weights too.
+        packed: whether targets that are loaded here multiply by packed weights; see `Target.from_pretrained`.
         directory: where finished cells are kept; a study that was killed goes on there, and several processes may
             share it. None keeps them in memory.
         registry: plugins to choose from; the built-in and installed ones when None.

@@ -282,3 +282,18 @@ def test_a_model_that_cannot_score_trees_is_refused_as_it_is_without_packing() -
     config = T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     with pytest.raises(UnsupportedModel, match="encoder-decoder"):
         dw.Target(T5ForConditionalGeneration(config).eval(), packed=True)
+
+
+def test_a_copy_that_shares_weights_stays_packed_and_has_hooks_of_its_own(model: PreTrainedModel) -> None:
+    packed = dw.Target(model, packed=True).model
+    shared = {id(part): part for part in (*packed.parameters(), *packed.buffers())}
+    twin = copy.deepcopy(packed, shared)
+    assert sum(isinstance(part, PackedLinear) for part in twin.modules()) == 3 * 7 + 1
+    assert [part.data_ptr() for part in twin.parameters()] == [part.data_ptr() for part in packed.parameters()]
+    seen: list[Any] = []
+    twin.lm_head.register_forward_hook(lambda *given: seen.append(given))
+    with torch.inference_mode():
+        expected = packed(torch.tensor([[5, 6]])).logits
+        assert not seen
+        assert torch.equal(twin(torch.tensor([[5, 6]])).logits, expected)
+    assert len(seen) == 1

@@ -105,7 +105,8 @@ def save_head(
         head: the head.
         folder: made if it does not exist.
         layout: `"yuhuili"`, which vLLM and SGLang read as a plain configuration too, or vLLM's `"speculators"`, which
-            is for EAGLE-3.
+            is for EAGLE-3. Features keep their order; engines that want them in rising order are what
+            `draftwood export` is for.
         target_name: the directory or hub id of the target, which the speculators layout names.
         depth: how many tokens servers should draft; only the speculators layout says so.
 
