@@ -135,14 +135,10 @@ def rows(records: Iterable[Record] | Tallies, *, by_category: bool = False) -> l
     """
     tallies = records if isinstance(records, Tallies) else Tallies.of(records)
     found = []
-    for group, drafters in tallies.groups.items():
-        *conditions, prompt_set, category = group
-        if (category is None) == by_category:
-            continue
+    for (*conditions, prompt_set, category), group in (tallies.by_category if by_category else tallies.overall).items():
         given = dict(zip(CONDITIONS, conditions, strict=True))
-        lossless = group not in tallies.lossy
-        for label, tally in drafters.items():
-            row = Row(**given, lossless=lossless, prompt_set=prompt_set, category=category, drafter=label)
+        for label, tally in group.tallies.items():
+            row = Row(**given, lossless=group.lossless, prompt_set=prompt_set, category=category, drafter=label)
             found.append(_measured(replace(row, cells=tally.cells, errors=tuple(tally.errors)), tally))
     return found
 

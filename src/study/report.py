@@ -23,7 +23,7 @@ from ..core.errors import InvalidCheckpoint, InvalidRequest
 from . import metrics, plots
 from .export import Grid, Section, html_table, latex, markdown, page
 from .metrics import Row
-from .store import RESULTS, Record, read_records
+from .store import RESULTS, Record, StoredRecords, read_records
 from .tally import CONDITIONS, Tallies
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ class Report:
 
     Attributes:
         records: one a finished cell, as they are kept in `results.jsonl`; those of a directory stay there and are
-            read whenever they are asked for.
+            read whenever they are asked for (`list(report.records)` reads them all).
     """
 
     def __init__(self, records: Sequence[Record]) -> None:
-        self.records = records
-        self._tallies = Tallies.of(records)
+        self.records = records if isinstance(records, StoredRecords) else list(records)
+        self._tallies = Tallies.of(self.records)
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -161,8 +161,8 @@ class Report:
 
     def _write(self, place: Path) -> None:
         if (place / RESULTS).exists():
-            kept = {record["key"] for record in read_records(place)}
-            if any(record["key"] not in kept for record in self.records):
+            own = self.records.keys if isinstance(self.records, StoredRecords) else [one["key"] for one in self.records]
+            if not {*own} <= {*read_records(place).keys}:
                 raise InvalidRequest(f"{str(place / RESULTS)!r} holds another study; save this one elsewhere")
         else:
             _put(place / RESULTS, (json.dumps(record).encode() + b"\n" for record in self.records))
@@ -359,6 +359,9 @@ def _put(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     # A lone surrogate, which JSON may hold, has no bytes in UTF-8.
     parts = content.encode(errors="backslashreplace") if isinstance(content, str) else content
-    with open(partial, "wb") as file:
-        file.writelines([parts] if isinstance(parts, bytes) else parts)
-    partial.replace(path)
+    try:
+        with open(partial, "wb") as file:
+            file.writelines([parts] if isinstance(parts, bytes) else parts)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -41,7 +41,12 @@ class StoredRecords(Sequence[Record]):
     """
 
     def __init__(self, file: Path, lines: Sequence[_Line], drafters: Collection[str] | None = None) -> None:
-        self._file, self._lines, self._drafters = file, lines, drafters
+        self._file, self._lines, self._drafters = file.absolute(), lines, drafters
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the records, read long ago."""
+        return [line.key for line in self._lines]
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -59,6 +64,9 @@ class StoredRecords(Sequence[Record]):
         if isinstance(index, slice):
             return list(self._read(self._lines[index]))
         return next(self._read([self._lines[index]]))
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} records in {str(self._file)!r}>"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -78,7 +86,7 @@ class StoredRecords(Sequence[Record]):
 class Store:
     """The finished cells of a study, in a directory or, without one, in memory.
 
-    Of a directory's cells only keys and drafters are held, so that a study of any length takes the same memory.
+    Of a directory's cells only keys, drafters and places in the file are held, whatever the length of the texts.
 
     Args:
         directory: made if it is missing; None keeps everything in memory.
@@ -189,8 +197,9 @@ def read_records(path: Path) -> StoredRecords:
     with _opened(file) as content:
         start = 0
         for number, line in enumerate(content, start=1):
-            if line.endswith(b"\n"):  # else another process is writing it, or was killed
-                lines.append(_Line(_parse(line, file, number)["key"], number, start, start + len(line)))
+            if not line.endswith(b"\n"):  # another process is writing it, or was killed; nothing behind it is ours
+                break
+            lines.append(_Line(_parse(line, file, number)["key"], number, start, start + len(line)))
             start += len(line)
     return StoredRecords(file, lines)
 

@@ -1,6 +1,6 @@
-"""What records come to, added up one at a time: a study of any length is summed up in the same memory.
+"""What records come to, added up one at a time, so that no text has to be in memory.
 
-Of each prompt four numbers are kept, those that an interval over the prompts is drawn from.
+Of each prompt four numbers a drafter are kept, those that an interval over the prompts is drawn from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .store import Record
 
 Run = dict[str, Any]
 FloatArray = npt.NDArray[np.float64]
-Group = tuple[Any, ...]
+Conditions = tuple[Any, ...]
 """The values of `CONDITIONS`, the prompt set, and the category or None for all."""
 
 CONDITIONS = ("target", "dtype", "rule", "temperature", "batch_size", "max_new_tokens", "seed", "chat")
@@ -126,24 +126,40 @@ class Tally:
 
 
 @dataclass
+class Group:
+    """All records of one set of conditions, or of one category of them.
+
+    Attributes:
+        lossless: whether the rule keeps the target's law.
+        tallies: by drafter, in the order of their first appearance.
+    """
+
+    lossless: bool = True
+    tallies: dict[str, Tally] = field(default_factory=dict)
+
+    def add(self, record: Record) -> None:
+        """Adds a record."""
+        self.lossless = self.lossless and record.get("lossless", True)
+        for label in dict.fromkeys(record["drafters"]):
+            self.tallies.setdefault(label, Tally()).add(record, label)
+
+
+@dataclass
 class Tallies:
     """All records of a study, added up.
 
     Attributes:
-        count: how many there are.
-        groups: tallies by drafter, by conditions and category; None is all categories together.
-        lossy: the groups whose rule does not keep the target's law.
-        environments: the first and the last.
-        mixed: what is not the same in all environments, the date apart.
+        overall: by conditions.
+        by_category: by conditions and category.
+        environments: the first and the last; None without records.
         noise: squared logarithms of the ratios of repeated runs of plain decoding.
     """
 
-    count: int = 0
-    groups: dict[Group, dict[str, Tally]] = field(default_factory=dict)
-    lossy: set[Group] = field(default_factory=set)
+    overall: dict[Conditions, Group] = field(default_factory=dict)
+    by_category: dict[Conditions, Group] = field(default_factory=dict)
     environments: tuple[dict[str, Any], dict[str, Any]] | None = None
-    mixed: dict[str, None] = field(default_factory=dict)
     noise: list[float] = field(default_factory=list)
+    _differs: dict[str, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> Tallies:
@@ -155,24 +171,23 @@ class Tallies:
 
     def add(self, record: Record) -> None:
         """Adds a record."""
-        self.count += 1
-        for category in (None, record["category"]):
-            group = (*(record["conditions"][name] for name in CONDITIONS), record["prompt_set"], category)
-            tallies = self.groups.setdefault(group, {})
-            for label in record["drafters"]:
-                tallies.setdefault(label, Tally()).add(record, label)
-            if not record.get("lossless", True):
-                self.lossy.add(group)
+        conditions = (*(record["conditions"][name] for name in CONDITIONS), record["prompt_set"])
+        self.overall.setdefault((*conditions, None), Group()).add(record)
+        self.by_category.setdefault((*conditions, record["category"]), Group()).add(record)
         found = record["environment"]
         first = self.environments[0] if self.environments else found
         self.environments = first, found
-        self.mixed.update(
-            (name, None) for name in (first | found) if name != "date" and first.get(name) != found.get(name)
-        )
+        for name in (*first, *found):
+            self._differs[name] = self._differs.get(name, False) or first.get(name) != found.get(name)
         timed = [run for run in _runs(record, "none") if "error" not in run and decode_seconds(run) > 0]
         for again in (run for run in timed if run.get("again")):
             before = next(run for run in timed if run["turn"] == again["turn"])
             self.noise.append(math.log(decode_seconds(again) / decode_seconds(before)) ** 2)
+
+    @property
+    def mixed(self) -> list[str]:
+        """What is not the same in all environments, the date apart."""
+        return [name for name, differs in self._differs.items() if differs and name != "date"]
 
 
 def decode_seconds(run: Run) -> float:

@@ -145,6 +145,38 @@ def test_a_report_outlives_the_directory_of_its_study(saved, tmp_path):
     assert str(report) == str(study())
     with pytest.raises(InvalidRequest, match="no study at"):
         report.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []  # nothing half-written
+
+
+def test_a_report_keeps_its_records_whatever_the_caller_does_with_the_list():
+    records = [record(run("none"), prompt=place) for place in range(3)]
+    report = Report(records)
+    records.pop()
+    assert len(report.records) == report.rows[0].cells == 3
+    assert Report(iter(records)).rows[0].cells == 2
+
+
+def test_categories_may_have_any_name():
+    report = Report([record(run("none"), category=name, prompt=name) for name in (None, "None", "a")])
+    assert report.rows[0].cells == 3
+    assert [(row.category, row.cells) for row in report.rows_by_category] == [(None, 1), ("None", 1), ("a", 1)]
+
+
+def test_a_note_names_what_differs_between_environments_in_their_own_order():
+    records = [record(run("none"), prompt=place) for place in range(3)]
+    records[1]["environment"]["threads"] = 9
+    records[2]["environment"] |= {"commit": "abc", "date": "2027-01-01T00:00:00+00:00", "new": 1}
+    assert "measured under different commit, threads, new:" in " ".join(Report(records).notes())
+
+
+def test_a_report_of_a_relative_place_follows_it_no_further(saved, tmp_path, monkeypatch):
+    shutil.copytree(saved, tmp_path / "study")
+    monkeypatch.chdir(tmp_path)
+    report = Report.load("study")
+    assert repr(report.records) == f"<{len(report.records)} records in {str(tmp_path / 'study' / 'results.jsonl')!r}>"
+    monkeypatch.chdir("/")
+    report.save(tmp_path / "copy")
+    assert (tmp_path / "copy" / "results.jsonl").read_bytes() == (saved / "results.jsonl").read_bytes()
 
 
 def test_a_long_study_is_summed_up_in_little_memory(tmp_path):

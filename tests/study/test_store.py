@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import contextmanager
 
 import pytest
 
 from draftwood.core.errors import InvalidCheckpoint, InvalidRequest
+from draftwood.study import store as store_module
 from draftwood.study.store import RESULTS, Store, read_records
 
 
@@ -52,6 +54,20 @@ def test_records_stay_in_their_file_and_can_be_indexed(tmp_path):
     (tmp_path / RESULTS).unlink()
     with pytest.raises(InvalidRequest, match="no study at"):
         list(found)
+
+
+def test_a_line_that_is_finished_while_it_is_read_is_no_record_yet(tmp_path, monkeypatch):
+    line = json.dumps(record("a", "none")).encode() + b"\n"
+    (tmp_path / RESULTS).write_bytes(line)
+
+    @contextmanager
+    def growing(_):
+        yield iter([line, line[:20], line[20:]])  # what a reader gets who reaches the end before the writer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "_opened", growing)
+        records = read_records(tmp_path)
+    assert [one["key"] for one in records] == ["a"]
 
 
 def test_a_half_written_line_is_no_record_and_is_replaced(tmp_path):
