@@ -29,7 +29,9 @@ MAY_IMPORT = {
 }
 LAZILY = {"cli": {"training"}}
 
-KNOW_TRANSFORMERS = re.compile(r"core/(target|anatomy|cache|views)\.py|drafters/(medusa|eagle)/.*|training/.*")
+KNOW_TRANSFORMERS = re.compile(
+    r"core/(target|anatomy|attention|cache|views)\.py|drafters/(medusa|eagle)/.*|training/.*"
+)
 # The generation API and the types that are handed through are anyone's; `Auto*` belongs to loading.
 PROCESSING = r"\w*(LogitsProcessor|LogitsWarper|LogitNormalization|LengthPenalty|Criteria)(List)?|generation\.[\w.]+"
 ANYONE = rf"({PROCESSING}|GenerationConfig|WatermarkingConfig|PreTrainedModel|PreTrainedTokenizerBase)"

@@ -27,6 +27,7 @@ from draftwood.core.anatomy import find_blocks, find_decoder
 from draftwood.core.checks import whole_number
 from draftwood.core.errors import InvalidCheckpoint, InvalidRequest, UnsupportedModel, VocabularyMismatch
 from draftwood.core.loading import load_model, new_model
+from draftwood.core.packing import PackedLinear
 from draftwood.core.target import Target
 from draftwood.drafters.checkpoint_files import UNREADABLE, check_tensors, unreadable
 from draftwood.drafters.shared_model import is_shared, load_shared
@@ -278,7 +279,9 @@ def _check_kind(target: Target) -> None:
     for part, parameter in model.named_parameters():
         if id(parameter) not in inside:
             raise UnsupportedModel(f"the width of {name} cannot be cut: it is not built as a llama ({part})")
-    if any(type(block.get_submodule(part)) is not nn.Linear for block in target.blocks for part in _LINEARS):
+    if any(
+        type(block.get_submodule(part)) not in (nn.Linear, PackedLinear) for block in target.blocks for part in _LINEARS
+    ):
         raise UnsupportedModel(f"the width of {name} cannot be cut: its matrices are quantised or adapted")
     for norm in [decoder.norm, *(block.get_submodule(part) for block in target.blocks for part in _NORMS)]:
         weight = norm.weight.detach().float()

@@ -35,7 +35,8 @@ def grouped_attention(
         query: [batch, heads, queries, width].
         key: [batch, key heads, keys, width]; head h reads key head h // (heads / key heads).
         value: [batch, key heads, keys, value width].
-        attention_mask: [batch or 1, 1, queries, keys], boolean or to be added; None where queries are all tokens.
+        attention_mask: [batch or 1, 1, queries or 1, keys], boolean or to be added; None leaves out nothing but, of
+            several queries, what comes later.
         options: as transformers hands them over.
 
     Returns:
@@ -51,7 +52,7 @@ def grouped_attention(
         output = scaled_dot_product_attention(query, key, value, attention_mask, enable_gqa=True, **given)
     else:
         folded = query.reshape(batch, key.shape[1], groups * queries, width)
-        mask = attention_mask.expand(-1, groups, -1, -1).reshape(-1, 1, groups * queries, key.shape[2])
+        mask = attention_mask.expand(-1, groups, queries, -1).reshape(-1, 1, groups * queries, key.shape[2])
         output = scaled_dot_product_attention(folded, key, value, mask, **given).view(batch, heads, queries, -1)
     return output.transpose(1, 2).contiguous(), None
 
@@ -65,9 +66,6 @@ def group_attention(config: PreTrainedConfig, run: Callable[[], Tensor]) -> None
     """
     if config._attn_implementation != "sdpa":
         return
-    # transformers' own table, by its own door: an entry under our name, which only models of ours ask for.
-    AttentionInterface.register(GROUPED, grouped_attention)
-    AttentionMaskInterface.register(GROUPED, sdpa_mask)
     with torch.inference_mode():
         before = run()
         config._attn_implementation = GROUPED
@@ -77,3 +75,9 @@ def group_attention(config: PreTrainedConfig, run: Callable[[], Tensor]) -> None
             error = math.inf  # a family that looks its attention up elsewhere, or asks for more of it
     if not error < (1e-3 if before.dtype == torch.float32 else 0.1):
         config._attn_implementation = "sdpa"
+
+
+# transformers' own table, by its own door: an entry under our name, which only models of ours ask for and their copies,
+# in other processes too.
+AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)

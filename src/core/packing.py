@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from .anatomy import is_sharded
@@ -24,6 +24,12 @@ from .errors import InvalidRequest, UnsupportedModel
 
 ROWS_HINT = 16
 """The number of rows that the layout is chosen for; measured to be good from 1 to 512, where a hint of 1 is not."""
+
+
+_UNCHANGEABLE = (
+    "the weights of a model that was packed while it was loaded cannot be changed, moved or shared; load the model "
+    "yourself and hand it to Target(model, packed=True)"
+)
 
 
 class PackedWeight(Tensor):
@@ -50,15 +56,30 @@ class PackedWeight(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         if operation is torch.ops.aten.detach.default:
             return PackedWeight(args[0]._packed, args[0]._place)
-        if operation._schema.is_mutable:
-            raise InvalidRequest(
-                "the weights of a model that was packed while it was loaded cannot be changed; load the model "
-                "yourself and hand it to Target(model, packed=True)"
-            )
-        args, kwargs = tree_map_only(PackedWeight, PackedWeight.dense, (args, kwargs or {}))
+        for place, argument in enumerate(operation._schema.arguments):
+            given = args[place] if place < len(args) else kwargs.get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and any(isinstance(part, PackedWeight) for part in tree_leaves(given)):
+                raise InvalidRequest(_UNCHANGEABLE)
+        args, kwargs = tree_map_only(PackedWeight, PackedWeight.dense, (args, kwargs))
         return operation(*args, **kwargs)
+
+    @property
+    def data(self) -> Tensor:
+        """The weight without a history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is not self:  # as a module sets it that is moved to where it is
+            raise InvalidRequest(_UNCHANGEABLE)
+
+    def share_memory_(self) -> Tensor:
+        """Refuses: packed memory cannot be shared."""
+        raise InvalidRequest(_UNCHANGEABLE)
 
     def dense(self) -> Tensor:
         """Returns the weight as an ordinary tensor of its own."""
@@ -71,8 +92,8 @@ class PackedWeight(Tensor):
 class PackedLinear(nn.Linear):
     """A linear layer that shares its weight with another one and multiplies by a packed copy of it.
 
-    Where a gradient is wanted it multiplies by the weight itself. A deep copy with a weight of its own is an ordinary
-    linear layer.
+    Where a gradient is wanted, or autocast another type, it multiplies by the weight itself. A deep copy is an ordinary
+    linear layer, unless the copy's weight is the same memory.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -83,7 +104,9 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns [..., out_features]."""
-        if torch.is_grad_enabled() and (input.requires_grad or self.weight.requires_grad):
+        if torch.is_grad_enabled() and (input.requires_grad or any(part.requires_grad for part in self.parameters())):
+            return super().forward(input)
+        if torch.is_autocast_enabled("cpu"):
             return super().forward(input)
         return self._packed.multiply(input, self._place, self.bias)
 
@@ -99,20 +122,25 @@ class PackedLinear(nn.Linear):
             self.weight = nn.Parameter(PackedWeight(self._packed, self._place), requires_grad=False)
         self._packed.of[self._place] = _version(self.weight)
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if isinstance(self.weight, PackedWeight):  # what is saved must have a storage
+            destination[f"{prefix}weight"] = self.weight.dense()
+
     @property
     def stale(self) -> bool:
         """Whether the weight was changed since it was packed."""
         return self._packed.of[self._place] != _version(self.weight)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        if id(self.weight) in memo:
+        weight, bias = copy.deepcopy(self.weight, memo), copy.deepcopy(self.bias, memo)
+        if _version(weight) == _version(self.weight):
             twin: nn.Linear = copy.copy(self)
             # Dicts of its own: hooks of the copy must not be hooks of this layer.
             vars(twin).update({name: copy.copy(own) for name, own in vars(self).items() if isinstance(own, dict)})
-            twin._parameters = {name: copy.deepcopy(part, memo) for name, part in self._parameters.items()}
-            return twin
-        twin = nn.Linear(self.in_features, self.out_features, bias=False, device="meta").train(self.training)
-        twin.weight, twin.bias = copy.deepcopy(self.weight, memo), copy.deepcopy(self.bias, memo)
+        else:
+            twin = nn.Linear(self.in_features, self.out_features, bias=False, device="meta").train(self.training)
+        twin.weight, twin.bias = weight, bias
         return twin
 
 
@@ -157,8 +185,9 @@ class _Packed:
 
 
 def _version(weight: Tensor) -> tuple[int, int]:
+    """Tells one memory, and what was written to it, from others."""
     if isinstance(weight, PackedWeight):
-        return 0, 0
+        return id(weight._packed), weight._place
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
@@ -200,34 +229,39 @@ def pack_in_place(model: PreTrainedModel) -> None:
         UnsupportedModel: it has no linear layers to pack.
     """
     _check_packable(model)
-    kept = {id(weight) for part in model.modules() if type(part) is not nn.Linear for weight in _own(part)}
-    kept |= {id(weight) for weight in _own(model.get_output_embeddings())}  # type: ignore[no-untyped-call]
+    linears = [part for part in model.modules() if _packs(part)]
+    kept = {id(weight) for part in model.modules() if part not in linears for weight in part.parameters(recurse=False)}
+    output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    kept |= set() if output is None else {id(weight) for weight in output.parameters(recurse=False)}
+    alone = {id(part.weight) for part in linears} - kept
     for weight in model.parameters():
-        if id(weight) in kept:  # of its own, for what was read from a file may keep all of the file
+        if id(weight) not in alone:  # of its own, for what was read from a file may keep all of the file
             weight.data = weight.data.clone()
-    _pack(model, kept)
+    del linears
+    _pack(model, alone)
 
 
-def pack_linears(module: nn.Module, kept: Collection[int] | None = None) -> int:
+def pack_linears(module: nn.Module, alone: Collection[int] = ()) -> int:
     """Puts packed linears in the place of a module's own; returns how many.
 
     Args:
         module: nobody else's, since it is changed; what cannot be packed stays what it is.
-        kept: by `id`, the weights that stay beside their packed copies, with which all others are let go; None keeps
-            all, and the packed linears share them.
+        alone: by `id`, the weights that are let go, so that their packed copies are the only ones; the packed linears
+            share all others.
     """
-    places = [
-        (parent, name)
-        for parent in module.modules()
-        for name, child in parent.named_children()
-        if type(child) is nn.Linear and _plain(child.weight)
-    ]
-    for parent, name in places:
-        linear: Any = parent.get_submodule(name)
+    places: dict[int, list[tuple[nn.Module, str]]] = {}  # by linear, which may have several parents
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if _packs(child):
+                places.setdefault(id(child), []).append((parent, name))
+    for shared in places.values():
+        linear: Any = getattr(*shared[0])
         packed = PackedLinear(linear)
-        if kept is not None and id(linear.weight) not in kept:
+        if id(linear.weight) in alone:
             packed.release()
-        parent.register_module(name, packed)
+        for parent, name in shared:
+            parent.register_module(name, packed)
+        del linear
     return len(places)
 
 
@@ -254,7 +288,8 @@ def pack_siblings(module: nn.Module, run: Callable[[], Tensor]) -> None:
         for part, read in reads:
             alike.setdefault((parents[part], id(read)), []).append(part)
         for group in alike.values():
-            if 1 < len(group) == len(set(group)) and all(part.bias is None for part in group):
+            together = len({part._packed for part in group}) == 1  # by another target with the same model
+            if 1 < len(group) == len(set(group)) and not together and all(part.bias is None for part in group):
                 _pack_together(group)
         try:
             error = float((run().float() - before).abs().max() / before.std())
@@ -283,8 +318,8 @@ def check_fresh(model: nn.Module) -> None:
             raise InvalidRequest(f"the weight of {name!r} was changed since it was packed; build a new Target")
 
 
-def _pack(model: PreTrainedModel, kept: Collection[int] | None = None) -> None:
-    if not pack_linears(model, kept):
+def _pack(model: PreTrainedModel, alone: Collection[int] = ()) -> None:
+    if not pack_linears(model, alone):
         raise UnsupportedModel(
             f"{type(model).__name__} has no torch.nn.Linear layers that are not quantised; leave packed=True out"
         )
@@ -303,13 +338,22 @@ def _check_packable(model: PreTrainedModel) -> None:
         )
 
 
-def _own(module: nn.Module | None) -> Iterator[nn.Parameter]:
-    return iter(()) if module is None else module.parameters(recurse=False)
+def _packs(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer and no more: no other class, no hooks, no forward of its own."""
+    return (
+        type(module) is nn.Linear
+        and _plain(module.weight)
+        and "forward" not in vars(module)
+        and not any(getattr(module, hooks) for hooks in _HOOKS)
+    )
 
 
 def _plain(weight: Tensor) -> bool:
     # A quantised weight is a tensor of another class that calls itself float, in a linear layer like any other.
     return type(weight) is nn.Parameter and weight.device.type == "cpu" and _packable(weight.dtype)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _packable(dtype: torch.dtype) -> bool:

@@ -185,8 +185,7 @@ class Target:
                 f"the model was {self._state} when the target was built and is {self._model_state()} now; "
                 "build a new Target"
             )
-        if self.packed:
-            check_fresh(self.model)
+        check_fresh(self.model)  # which may be another target's packed one
         return SlotCache(self.layout, rows, capacity)
 
     def score(

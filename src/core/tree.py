@@ -17,7 +17,7 @@ from .errors import InvalidRequest
 
 ROOT = -1
 _BITS = 63
-"""Nodes whose numbers fit into a signed number of 64 bits, plus one."""
+"""Nodes that have a bit each in a signed number of 64 bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ class TokenTree:
     @cached_property
     def ancestors(self) -> Tensor:
         """[batch, nodes, nodes] bool: entry (i, j) says that j is i or an ancestor of i."""
-        if self.parents.device.type == "cpu" and self.width < _BITS:
+        if self.parents.device.type == "cpu" and self.width <= _BITS:
             return self._spread_bits()
         return self._closure()
 

@@ -147,6 +147,7 @@ def test_a_round_copies_once_from_the_device(target, plain, monkeypatch, rule, t
     def moved(tree, _device):
         there = TokenTree(tree.tokens.as_subclass(Remote), tree.parents.as_subclass(Remote), tree.sizes)
         there.__dict__["height"] = tree.to("meta").height  # a meta tensor holds nothing: it was read before
+        there.__dict__["ancestors"] = there._closure()  # as on a device that is not the host
         return there
 
     monkeypatch.setattr(target, "score", scored)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import draftwood as dw
 from draftwood.core import packing
@@ -219,14 +219,20 @@ def test_a_model_that_is_loaded_for_it_keeps_its_blocks_packed_alone(model: PreT
     assert weights_read(loaded) == weights_read(plain)
 
 
-def test_only_one_copy_of_a_blocks_weights_is_in_memory(model: PreTrainedModel, source: Path) -> None:
-    loaded = dw.Target.from_pretrained(source, packed=True)
+def tensors() -> list[torch.Tensor]:
     gc.collect()
+    return [part for part in gc.get_objects() if type(part) in (torch.Tensor, nn.Parameter)]
+
+
+def test_only_one_copy_of_a_blocks_weights_is_in_memory(source: Path) -> None:
+    before = {id(part): part for part in tensors()}
+    loaded = dw.Target.from_pretrained(source, packed=True)
     sizes = {weight.shape for block in loaded.blocks for weight in block.parameters() if weight.dim() == 2}
-    inside = {id(weight) for part in (loaded.model, model) for weight in part.parameters()}
-    held = [part for part in gc.get_objects() if type(part) in (torch.Tensor, nn.Parameter) and id(part) not in inside]
+    inside = {id(weight) for weight in loaded.model.parameters()} | before.keys()
+    held = [part for part in tensors() if id(part) not in inside]
     assert not [part for part in held if not part.is_mkldnn and part.shape in sizes]
-    assert sum(part.is_mkldnn for part in held) >= 3 * 4 + 1
+    assert sum(part.is_mkldnn for part in held) == 3 * 4 + 1
+    assert str(source) not in Path("/proc/self/maps").read_text(encoding="utf-8")  # the file is not kept mapped
 
 
 def test_gradients_flow_through_packed_weights_that_are_alone_but_cannot_change_them(source: Path) -> None:
@@ -235,14 +241,48 @@ def test_gradients_flow_through_packed_weights_that_are_alone_but_cannot_change_
     x = torch.randn(2, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     layer(x).sum().backward()
     torch.testing.assert_close(x.grad[0], layer.weight.double().sum(0).float())
-    for change in (in_place, lambda weight: weight.data.zero_()):
-        with pytest.raises(InvalidRequest, match="cannot be changed; load the model yourself"):
+    before = scores(loaded, 3)
+    changes = (in_place, lambda weight: weight.data.zero_(), replaced, lambda weight: weight.share_memory_())
+    for change in changes:
+        with pytest.raises(InvalidRequest, match=r"cannot be changed.*; load the model yourself"):
             change(layer.weight)
+    assert torch.equal(scores(loaded, 3), before)
+    loaded.model.to("cpu").to(torch.float32)  # where and what it is
     assert len(dw.Decoder(loaded).generate([1, 2], max_new_tokens=3).tokens) == 3
+    with pytest.raises(InvalidRequest, match="cannot be changed"):
+        loaded.model.to(torch.bfloat16)
 
 
+def test_packed_weights_that_are_alone_can_be_read_and_saved(
+    model: PreTrainedModel, source: Path, tmp_path: Path
+) -> None:
+    loaded = dw.Target.from_pretrained(source, packed=True)
+    weight: Any = loaded.blocks[0].get_submodule("mlp.up_proj").weight
+    own: Any = model.get_submodule("model.layers.0.mlp.up_proj").weight
+    assert torch.equal(torch.zeros(weight.shape).add_(weight), own)
+    assert torch.equal(torch.empty(weight.shape).copy_(weight), own)
+    loaded.model.save_pretrained(tmp_path / "saved")
+    torch.save(loaded.model.state_dict(), tmp_path / "state.pt")
+    other = tiny_model(llama_config(layers=3, heads=4)).float()
+    for state in (torch.load(tmp_path / "state.pt"), loaded.model.state_dict()):
+        for part in other.parameters():
+            part.data.zero_()
+        other.load_state_dict(state)
+        assert fingerprint(other) == fingerprint(model)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert fingerprint(again) == fingerprint(model)
+    with pytest.raises(RuntimeError, match="cannot be changed"):
+        loaded.model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_deep_copy_has_ordinary_layers_that_can_be_trained(model: PreTrainedModel, source: Path, alone: bool) -> None:
+def test_a_deep_copy_has_ordinary_layers_that_can_be_trained(tmp_path: Path, alone: bool, tied: bool) -> None:
+    config: Any = llama_config(layers=3, heads=4)
+    config.tie_word_embeddings = tied
+    model = tiny_model(config).float()
+    model.save_pretrained(source := tmp_path / "model")
+    tiny_tokenizer().save_pretrained(source)
     target = dw.Target.from_pretrained(source, packed=True) if alone else dw.Target(model, packed=True)
     student = copy.deepcopy(target.model)
     assert not [part for part in student.modules() if isinstance(part, PackedLinear)]
@@ -297,3 +337,49 @@ def test_a_copy_that_shares_weights_stays_packed_and_has_hooks_of_its_own(model:
         assert not seen
         assert torch.equal(twin(torch.tensor([[5, 6]])).logits, expected)
     assert len(seen) == 1
+
+
+def test_linear_layers_that_do_more_are_left_alone(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda _module, _given, output: output * 3)
+    own = model.model.layers[1].mlp.up_proj
+    own.forward = lambda input: nn.functional.linear(input, own.weight) * 2
+    packed = dw.Target(model, packed=True)
+    assert sum(isinstance(part, PackedLinear) for part in packed.model.modules()) == 3 * 7 + 1 - 2
+    torch.testing.assert_close(scores(packed, 7), scores(dw.Target(model), 7), rtol=1e-4, atol=1e-4)
+
+
+def test_a_bias_gets_its_gradient_and_autocast_its_type() -> None:
+    linear = nn.Linear(8, 4)
+    linear.weight.requires_grad_(False)
+    x = torch.randn(2, 8)
+    for alone in (False, True):
+        packed: Any = PackedLinear(linear)
+        if alone:
+            packed.release()
+        packed(x).sum().backward()
+        assert packed.bias.grad.tolist() == [2.0] * 4
+        packed.bias.grad = None
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert packed(x).dtype == torch.bfloat16
+
+
+def test_a_layer_with_two_parents_stays_one() -> None:
+    shared = nn.Linear(8, 4)
+    pair: Any = nn.ModuleList([nn.Sequential(shared), nn.Sequential(nn.Identity(), shared)])
+    assert packing.pack_linears(pair, {id(shared.weight)}) == 1
+    assert pair[0][0] is pair[1][1]
+    assert isinstance(pair[0][0].weight, PackedWeight)
+
+
+def test_a_change_is_noticed_by_whoever_uses_the_packed_model(model: Any) -> None:
+    target = dw.Target(dw.Target(model, packed=True).model)
+    in_place(model.model.layers[0].mlp.down_proj.weight)
+    with pytest.raises(InvalidRequest, match=r"down_proj.*build a new Target"):
+        target.new_cache(1)
+
+
+def test_another_target_leaves_joint_products_as_they_are(model: PreTrainedModel) -> None:
+    first = dw.Target(model, packed=True)
+    before = [part._packed for part in first.model.modules() if isinstance(part, PackedLinear)]
+    dw.Target(first.model, packed=True)
+    assert [part._packed for part in first.model.modules() if isinstance(part, PackedLinear)] == before

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, LlamaConfig
 
+from draftwood.core.attention import GROUPED
 from draftwood.core.cache import SlotCache
 from draftwood.core.drafter import DraftSession, Observation
 from draftwood.core.errors import InvalidRequest, ModelNotFound
@@ -408,6 +409,7 @@ def test_a_loaded_head_is_packed_if_the_target_is(target, eagle1, tmp_path, pack
     if packed:
         attention = decoder.drafter.head.layers[0].self_attn
         assert attention.q_proj._packed is attention.k_proj._packed is attention.v_proj._packed
+    assert (decoder.drafter.head.config._attn_implementation == GROUPED) == packed
     drafted = decoder.generate(PROMPTS, max_new_tokens=20, eos_token_id=[])
     plain = Decoder(own).generate(PROMPTS, max_new_tokens=20, eos_token_id=[])
     assert tokens_of(drafted) == tokens_of(plain)
