@@ -229,7 +229,7 @@ def pack_in_place(model: PreTrainedModel) -> None:
         UnsupportedModel: it has no linear layers to pack.
     """
     _check_packable(model)
-    linears = [part for part in model.modules() if _packs(part)]
+    linears = {part for part in model.modules() if _packs(part)}
     kept = {id(weight) for part in model.modules() if part not in linears for weight in part.parameters(recurse=False)}
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     kept |= set() if output is None else {id(weight) for weight in output.parameters(recurse=False)}

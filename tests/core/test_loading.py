@@ -11,8 +11,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, T5Config
+from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, T5Config
 
 from draftwood.core import loading
 from draftwood.core.errors import InvalidCheckpoint, InvalidRequest, ModelNotFound, UnsupportedModel
@@ -168,6 +169,14 @@ def no_pickle(directory: Path) -> None:
     (directory / "pytorch_model.bin").write_text("hello")
 
 
+def checks_configurations() -> bool:
+    try:
+        LlamaConfig(hidden_size="wide", head_dim=8)
+    except StrictDataclassError:
+        return True
+    return False
+
+
 def no_width(directory: Path) -> None:
     config = directory / "config.json"
     config.write_text(config.read_text().replace('"hidden_size": 32', '"hidden_size": "wide"'))
@@ -210,6 +219,8 @@ def wider(directory: Path) -> None:
     ],
 )
 def test_a_damaged_directory_says_what_is_wrong(copied, damage, error, said, capfd):
+    if damage is no_width and not checks_configurations():
+        pytest.skip("this version of transformers takes any value in a configuration")
     damage(copied)
     with pytest.raises(error, match=said) as raised:
         load_model(copied)

@@ -85,8 +85,9 @@ def layer_config(target: Target, **changes: Any) -> LlamaConfig:
         "rms_norm_eps": getattr(theirs, "rms_norm_eps", None),
         "max_position_embeddings": target.context_length,
     }
-    rope = getattr(theirs, "rope_parameters", None)
-    if isinstance(rope, dict) and isinstance(rope.get("rope_type"), str):
+    rope: Any = getattr(theirs, "rope_parameters", None) or {}
+    nested = any(isinstance(value, dict) for value in rope.values())  # one a kind of layer
+    if isinstance(rope.get("rope_type"), str) and not nested:
         fields["rope_parameters"] = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
     return llama_config(fields | changes)
 
