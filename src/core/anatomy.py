@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cache import LayerShape, LayoutRecorder, SlotCache
-from .errors import UnsupportedModel
+from .errors import REFUSALS, UnsupportedModel
 from .masks import tree_masks, tree_positions
 from .tree import TokenTree
 
@@ -87,10 +87,6 @@ def find_blocks(decoder: nn.Module, layers: int) -> nn.ModuleList:
     if not lists:
         raise UnsupportedModel(f"{type(decoder).__name__} has no list of decoder blocks")
     return next((found for found in lists if len(found) == layers), max(lists, key=len))
-
-
-# What modelling code raises when it meets a mask, a position or a cache that it does not expect.
-REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
 
 
 @torch.inference_mode()

@@ -7,7 +7,6 @@ other instead, and the keys stay where they are. The module knows nothing of tre
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from .checks import same_but_for_rounding
+from .errors import REFUSALS
 
 GROUPED = "draftwood_grouped_sdpa"
 """The name by which transformers' models find `grouped_attention`."""
@@ -57,12 +59,13 @@ def grouped_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def group_attention(config: PreTrainedConfig, run: Callable[[], Tensor]) -> None:
+def group_attention(config: PreTrainedConfig, run: Callable[[], Tensor], dtype: torch.dtype) -> None:
     """Lets the layers that were built with a configuration attend by `grouped_attention`, if that changes no result.
 
     Args:
         config: nobody else's, since it is changed.
         run: a forward of these layers with a mask, the same at every call.
+        dtype: of their weights.
     """
     if config._attn_implementation != "sdpa":
         return
@@ -70,10 +73,10 @@ def group_attention(config: PreTrainedConfig, run: Callable[[], Tensor]) -> None
         before = run()
         config._attn_implementation = GROUPED
         try:
-            error = float((run() - before).float().abs().max() / before.float().std())
-        except (RuntimeError, ValueError, TypeError, LookupError, NotImplementedError):
-            error = math.inf  # a family that looks its attention up elsewhere, or asks for more of it
-    if not error < (1e-3 if before.dtype == torch.float32 else 0.1):
+            same = same_but_for_rounding(run(), before, dtype)
+        except REFUSALS:  # a family that looks its attention up elsewhere, or asks for more of it
+            same = False
+    if not same:
         config._attn_implementation = "sdpa"
 
 

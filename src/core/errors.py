@@ -31,3 +31,7 @@ class UnknownName(DraftwoodError, LookupError):
 
 class DuplicateName(DraftwoodError, ValueError):
     """Two plugins claim one name."""
+
+
+REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+"""What modelling code raises when it meets a mask, a position, a cache or an attention that it does not expect."""

@@ -10,7 +10,6 @@ Results differ from the model's own by rounding. This module knows nothing of tr
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeGuard
 
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from .anatomy import is_sharded
+from .checks import same_but_for_rounding
 from .errors import InvalidRequest, UnsupportedModel
 
 ROWS_HINT = 16
@@ -104,9 +104,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns [..., out_features]."""
-        if torch.is_grad_enabled() and (input.requires_grad or any(part.requires_grad for part in self.parameters())):
-            return super().forward(input)
-        if torch.is_autocast_enabled("cpu"):
+        graph = torch.is_grad_enabled() and any(part.requires_grad for part in (input, *self.parameters()))
+        if graph or torch.is_autocast_enabled("cpu"):
             return super().forward(input)
         return self._packed.multiply(input, self._place, self.bias)
 
@@ -280,7 +279,7 @@ def pack_siblings(module: nn.Module, run: Callable[[], Tensor]) -> None:
     handles = [part.register_forward_pre_hook(lambda own, given: reads.append((own, given[0]))) for part in linears]
     with torch.inference_mode():
         try:
-            before = run().float()
+            before = run()
         finally:
             for handle in handles:
                 handle.remove()
@@ -292,11 +291,10 @@ def pack_siblings(module: nn.Module, run: Callable[[], Tensor]) -> None:
             if 1 < len(group) == len(set(group)) and not together and all(part.bias is None for part in group):
                 _pack_together(group)
         try:
-            error = float((run().float() - before).abs().max() / before.std())
+            same = same_but_for_rounding(run(), before, linears[0].weight.dtype)
         except RuntimeError:  # parts of a joint product do not lie one behind the other, as a model may ask them to
-            error = math.inf
-    # Not so where something is written to the tensor between two reads of it, either.
-    if not error < (1e-3 if linears[0].weight.dtype == torch.float32 else 0.1):
+            same = False
+    if not same:  # where something is written to the tensor between two reads of it, either
         for part in linears:
             _pack_together([part])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -72,8 +72,8 @@ class RowStats:
             self.rounds += other.rounds
             self.committed += other.committed
             self.drafted += other.drafted
-            _add(self.drafted_by_depth, other.drafted_by_depth)
-            _add(self.accepted_by_depth, other.accepted_by_depth)
+            add_counts(self.drafted_by_depth, other.drafted_by_depth)
+            add_counts(self.accepted_by_depth, other.accepted_by_depth)
         return self
 
 
@@ -83,7 +83,8 @@ def _count(counts: list[int], depth: int) -> None:
         counts[index] += 1
 
 
-def _add(counts: list[int], more: list[int]) -> None:
+def add_counts(counts: list[int], more: Sequence[int]) -> None:
+    """Adds `more` to `counts`, place by place; the longer of the two says how many places there are."""
     counts.extend([0] * (len(more) - len(counts)))
     for index, value in enumerate(more):
         counts[index] += value

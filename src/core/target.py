@@ -87,7 +87,7 @@ class Target:
         self.layout = probe(self)
         if packed:  # a model that cannot be run has been refused by now
             pack_siblings(model, self._run)
-            group_attention(self.config, self._run)
+            group_attention(self.config, self._run, self.dtype)
         self._state = self._model_state()
 
     @classmethod

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from .anatomy import REFUSALS
-from .errors import InvalidRequest, UnsupportedModel
+from .errors import REFUSALS, InvalidRequest, UnsupportedModel
 from .packing import PackedLinear
 from .proposal import ExitStates
 from .target import Target

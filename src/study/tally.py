@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..core.stats import RowStats
+from ..core.stats import RowStats, add_counts
 from .agreement import Agreement, worst
 from .store import Record
 
@@ -50,11 +50,8 @@ class Side:
         self.stats.merge([RowStats(**{name: run[name] for name in counts})])
         for phase in asdict(self.stats.seconds):
             setattr(self.stats.seconds, phase, getattr(self.stats.seconds, phase) + run["seconds"][phase])
-        for name in ("tried_by_rank", "accepted_by_rank"):
-            ranks, more = getattr(self, name), run[name]
-            ranks.extend([0] * (len(more) - len(ranks)))
-            for rank, count in enumerate(more):
-                ranks[rank] += count
+        add_counts(self.tried_by_rank, run["tried_by_rank"])
+        add_counts(self.accepted_by_rank, run["accepted_by_rank"])
         for width, rounds, seconds in run["passes"]:
             total = self.passes.setdefault(width, [0, 0.0])
             total[0] += rounds

@@ -37,15 +37,15 @@ def expected(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sca
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize(("heads", "shared"), [(6, 2), (4, 1), (4, 4)])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 9), (5, 9), (FEW_QUERIES, 70), (FEW_QUERIES + 1, 80)])
-@pytest.mark.parametrize("masks", [1, 3])
+@pytest.mark.parametrize(("masks", "width"), [(1, 4), (3, 8)])
 def test_it_is_attention(
-    dtype: torch.dtype, added: bool, heads: int, shared: int, queries: int, keys: int, masks: int
+    dtype: torch.dtype, added: bool, heads: int, shared: int, queries: int, keys: int, masks: int, width: int
 ) -> None:
     source = torch.Generator().manual_seed(0)
     query = torch.randn(3, queries, heads, 8, generator=source).to(dtype).transpose(1, 2)
     # keys and values as the cache hands them over: parts of something longer
     key = torch.randn(3, shared, keys + 5, 8, generator=source).to(dtype)[:, :, :keys]
-    value = torch.randn(3, shared, keys + 5, 4, generator=source).to(dtype)[:, :, :keys]
+    value = torch.randn(3, shared, keys + 5, width, generator=source).to(dtype)[:, :, :keys]
     mask: Any = torch.rand(masks, 1, queries, keys, generator=source) < 0.5
     mask[..., 0] = True
     if masks == 3 and queries == 5:
@@ -96,7 +96,7 @@ def test_where_it_changes_results_it_is_not_used(hindrance: str) -> None:
             raise ValueError("an attention that is not known")
         return torch.tensor([0.0, 1.0, 2.0 + (config._attn_implementation == GROUPED)])
 
-    group_attention(config, run)
+    group_attention(config, run, torch.float32)
     assert config._attn_implementation == "sdpa"
 
 
@@ -109,3 +109,20 @@ def test_a_family_without_shared_keys_gives_the_same_logits() -> None:
         for packed in (False, True)
     ]
     assert texts[0] == texts[1]
+
+
+def test_masks_of_each_head_and_soft_capping_are_the_layers_own() -> None:
+    source = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 5, 8, generator=source) for heads in (4, 2, 2))
+    module = nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    bias = torch.randn(1, 4, 5, 5, generator=source)
+    shared = [0, 0, 1, 1]
+    heads = [
+        expected(query[:, [head]], key[:, [other]], value[:, [other]], bias[:, [head]], None)
+        for head, other in enumerate(shared)
+    ]
+    single = torch.cat(heads, 2).float()
+    torch.testing.assert_close(grouped_attention(module, query, key, value, bias)[0], single)
+    with pytest.raises(ValueError, match="softcap"):
+        grouped_attention(module, query, key, value, bias[:, :1], softcap=3.0)

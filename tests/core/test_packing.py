@@ -186,6 +186,14 @@ def test_weights_changed_since_are_noticed(model: PreTrainedModel, change: Any) 
         target.new_cache(1)
 
 
+def test_gradients_flow_through_a_model_that_was_loaded_in_inference_mode(source: Path) -> None:
+    with torch.inference_mode():
+        layer: Any = dw.Target.from_pretrained(source, packed=True).blocks[1].get_submodule("mlp.up_proj")
+    x = torch.randn(2, 32).requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
 def test_weights_made_in_inference_mode_can_be_packed() -> None:
     with torch.inference_mode():
         model = tiny_model(llama_config(layers=1, heads=2)).float()

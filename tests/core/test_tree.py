@@ -42,6 +42,7 @@ def test_ancestors_and_depths(parents: list[list[int]]) -> None:
     tree = tree_of(parents)
     assert tree.ancestors.shape == (len(parents), tree.width, tree.width)
     assert tree.depths.dtype == torch.int64
+    assert tree._closure().equal(tree.ancestors)  # as on a device that is not the host
     for row, of in enumerate(parents):
         for node in range(len(of)):
             path = naive_path(of, node)
@@ -62,7 +63,7 @@ def test_rows_are_ragged(parents: list[list[int]]) -> None:
     assert tokens == [[10 * row + node for node in range(size)] for row, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 62, 63, 64, 100])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33, 62, 63, 64, 100])
 def test_ancestors_of_long_chains_are_complete(length: int) -> None:
     tree = TokenTree.chain(torch.zeros(2, length, dtype=torch.int64))
     assert tree.ancestors.equal(torch.ones(length, length).tril().bool().expand(2, -1, -1))

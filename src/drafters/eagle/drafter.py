@@ -128,7 +128,7 @@ def _pack(head: Head) -> None:
     pack_linears(head)
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool).tril_()
     pack_siblings(head, lambda: head(ids, hidden, ids, mask))
-    group_attention(head.config, lambda: head(ids, hidden, ids, mask))
+    group_attention(head.config, lambda: head(ids, hidden, ids, mask), head.dtype)
 
 
 def _shape(tree: Any, depth: int | None, nodes: int | None, width: int | None) -> TreeShape:
