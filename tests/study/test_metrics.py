@@ -162,3 +162,14 @@ def test_intervals_do_not_depend_on_how_many_samples_are_drawn_at_once(monkeypat
     for few in (1, 50):
         monkeypatch.setattr(metrics, "RESAMPLES_AT_ONCE", few)
         assert row_of(records, "x").interval == whole
+
+
+def test_the_most_memory_counts_and_one_lossy_record_makes_a_row_lossy():
+    records = [
+        record(run("none"), run("x", peak_bytes=peak), prompt=place) for place, peak in enumerate([5, None, 9, 7])
+    ]
+    assert row_of(records, "x").peak_bytes == 9
+    assert row_of(records, "none").peak_bytes is None
+    assert row_of(records, "x").lossless
+    records[1]["lossless"] = False
+    assert not row_of(records, "x").lossless
