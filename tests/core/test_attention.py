@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import draftwood as dw
 from draftwood.core.attention import FEW_QUERIES, GROUPED, group_attention, grouped_attention
@@ -124,5 +125,10 @@ def test_masks_of_each_head_and_soft_capping_are_the_layers_own() -> None:
     ]
     single = torch.cat(heads, 2).float()
     torch.testing.assert_close(grouped_attention(module, query, key, value, bias)[0], single)
-    with pytest.raises(ValueError, match="softcap"):
-        grouped_attention(module, query, key, value, bias[:, :1], softcap=3.0)
+    outcomes: list[Any] = []
+    for attend in (grouped_attention, sdpa_attention_forward):
+        try:
+            outcomes.append(attend(module, query, key, value, bias[:, :1], softcap=3.0)[0].tolist())
+        except ValueError as error:  # newer versions of transformers refuse, older ones leave it out
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1]
